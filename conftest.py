@@ -41,7 +41,10 @@ def session_settings(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "400")
         patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled))
+        patch.setenv(
+            "TORCHINDUCTOR_CACHE_DIR",
+            os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled),
+        )
         patch.setenv("TMPDIR", temporary)
         patch.setattr(tempfile, "tempdir", temporary)
         yield
@@ -69,10 +72,14 @@ def as_before() -> Iterator[None]:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let tests deploy models on CPUs without VNNI, where `deploy` warns of overflow."""
-    config.addinivalue_line("filterwarnings", "ignore:deploy. this CPU has no VNNI:UserWarning")
+    config.addinivalue_line(
+        "filterwarnings", "ignore:deploy. this CPU has no VNNI:UserWarning"
+    )
 
 
-MAY_OVERFLOW = pytest.mark.xfail(reason="this CPU has no VNNI, its kernels overflow", strict=False)
+MAY_OVERFLOW = pytest.mark.xfail(
+    reason="this CPU has no VNNI, its kernels overflow", strict=False
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

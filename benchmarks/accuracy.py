@@ -87,11 +87,15 @@ def classifier(name: str, options: argparse.Namespace) -> Network:
     test = read_split(data, "test", options.images)
     pool = read_split(data, "train", 64 if options.quick else _POOL)
 
-    def figures(expected: Sequence[Tensor], found: Sequence[Tensor]) -> dict[str, float]:
+    def figures(
+        expected: Sequence[Tensor], found: Sequence[Tensor]
+    ) -> dict[str, float]:
         y = torch.cat(list(expected))
         q = torch.cat(list(found))
         log_chances = y.log_softmax(1)
-        divergence = ((log_chances - q.log_softmax(1)) * log_chances.exp()).sum(1).mean()
+        divergence = (
+            ((log_chances - q.log_softmax(1)) * log_chances.exp()).sum(1).mean()
+        )
         return {
             "float_accuracy": round(100 * accuracy(y, test), 2),
             "drop": round(100 * (accuracy(y, test) - accuracy(q, test)), 2),
@@ -104,7 +108,10 @@ def classifier(name: str, options: argparse.Namespace) -> Network:
 
 
 def _trained(name: str, options: argparse.Namespace) -> nn.Module:
-    recipes = {"mobilenet": (depthwise, 0.1, 30_000), "transformer": (ViT, 0.05, 20_000)}
+    recipes = {
+        "mobilenet": (depthwise, 0.1, 30_000),
+        "transformer": (ViT, 0.05, 20_000),
+    }
     build, rate, images = recipes[name]
 
     def train(model: nn.Module, steps: int) -> None:
@@ -118,12 +125,18 @@ def _detector(name: str, options: argparse.Namespace) -> Network:
     model = _cached(name, scenes.Detector, scenes.fit_detector, options)
     metric = Detections()
 
-    def figures(expected: Sequence[Tensor], found: Sequence[Tensor]) -> dict[str, float]:
+    def figures(
+        expected: Sequence[Tensor], found: Sequence[Tensor]
+    ) -> dict[str, float]:
         rows = list(map(metric.sums, found, expected))
         result = metric.of_sums([sum(column) for column in zip(*rows, strict=True)])
         names = ("precision", "recall", "precision_with_slack", "recall_with_slack")
         values = {key: round(getattr(result, key), 4) for key in names}
-        return {**values, "scores": round(result.score_change, 4), "count": result.count}
+        return {
+            **values,
+            "scores": round(result.score_change, 4),
+            "count": result.count,
+        }
 
     test = scenes.images(options.images // 5, 1)
     torchq.fuse_(model, test[:4], progress=False)
@@ -190,10 +203,14 @@ def _torchq_rows(
     """Yield each method with its seconds and the model; all three share what they can."""
     build, target = RECIPES[recipe]
     plain = copy.deepcopy(network.model)
-    torchq.quantize_(plain, build(), target=target, example=batches[0][:1], progress=False)
+    torchq.quantize_(
+        plain, build(), target=target, example=batches[0][:1], progress=False
+    )
     model = copy.deepcopy(plain)
     torchq.calibrate(copy.deepcopy(plain), batches[:1], progress=False)  # warms up
-    ranges = _seconds(lambda: torchq.calibrate(plain, batches, correct=False, progress=False))
+    ranges = _seconds(
+        lambda: torchq.calibrate(plain, batches, correct=False, progress=False)
+    )
     if "ranges" in methods:
         yield "ranges", {"seconds": ranges}, plain
     if set(methods) - {"ranges"}:
@@ -224,18 +241,27 @@ def _peer_row(
     except ImportError:
         return {"missing": "not installed"}, None
     except Exception as error:  # the peer's own limit is a row of the table
-        return {"missing": f"failed: {type(error).__name__}", "error": str(error)[:200]}, None
+        return {
+            "missing": f"failed: {type(error).__name__}",
+            "error": str(error)[:200],
+        }, None
     return {"seconds": round(time.process_time() - start, 2)}, run
 
 
 def _report_draw(
-    name: str, network: Network, draw: int, options: argparse.Namespace, report: Reporter
+    name: str,
+    network: Network,
+    draw: int,
+    options: argparse.Namespace,
+    report: Reporter,
 ) -> None:
     """Report the rows of a network and a draw that the file does not have yet."""
     done = finished_rows(options.out, *_KEY)
     batches = some_batches(network.pool, options.calibration, draw, _BATCH)
 
-    def value(recipe: str, method: str, fields: dict[str, Any], run: Run | None) -> None:
+    def value(
+        recipe: str, method: str, fields: dict[str, Any], run: Run | None
+    ) -> None:
         row = dict(zip(_KEY, (name, recipe, method, draw), strict=True))
         if tuple(row.values()) not in done:
             sizes = {"images": len(network.test), "calibration": options.calibration}
@@ -245,7 +271,9 @@ def _report_draw(
     for recipe in options.recipes:
         methods = _methods(name, recipe, options)
         if not {(name, recipe, method, draw) for method in methods} <= done:
-            for method, fields, model in _torchq_rows(network, recipe, methods, batches):
+            for method, fields, model in _torchq_rows(
+                network, recipe, methods, batches
+            ):
                 value(recipe, method, fields, model)
     for peer in options.peers:
         if (name, "peers", peer, draw) not in done:
@@ -255,10 +283,18 @@ def _report_draw(
 def main(argv: Sequence[str] | None = None) -> None:
     """Print one line for each row, and the table of all in the end."""
     options = parser(__doc__)
-    options.add_argument("--data", type=Path, required=True, help="folder with tars and weights")
-    options.add_argument("--cache", type=Path, default=Path(), help="folder of trained weights")
-    options.add_argument("--images", type=int, default=2500, help="test images; scenes: a fifth")
-    options.add_argument("--calibration", type=int, default=256, help="images to calibrate")
+    options.add_argument(
+        "--data", type=Path, required=True, help="folder with tars and weights"
+    )
+    options.add_argument(
+        "--cache", type=Path, default=Path(), help="folder of trained weights"
+    )
+    options.add_argument(
+        "--images", type=int, default=2500, help="test images; scenes: a fifth"
+    )
+    options.add_argument(
+        "--calibration", type=int, default=256, help="images to calibrate"
+    )
     options.add_argument("--draws", type=int, nargs="+", default=[0, 1, 2])
     for names, choices in (
         ("networks", NETWORKS),
@@ -266,7 +302,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         ("methods", METHODS),
         ("peers", PEERS),
     ):
-        options.add_argument(f"--{names}", nargs="*", default=list(choices), choices=[[], *choices])
+        options.add_argument(
+            f"--{names}", nargs="*", default=list(choices), choices=[[], *choices]
+        )
     chosen = parse(options, argv)
     if chosen.quick:
         chosen.images = 50

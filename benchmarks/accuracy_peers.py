@@ -40,7 +40,9 @@ def brevitas(model: nn.Module, batches: Sequence[Tensor], best: bool) -> Run:
     modes = import_module("brevitas.graph.calibrate")
     if best:
         traced = torch.fx.symbolic_trace(model)
-        model = graph.preprocess_for_quantize(traced, equalize_iters=20, equalize_merge_bias=True)
+        model = graph.preprocess_for_quantize(
+            traced, equalize_iters=20, equalize_merge_bias=True
+        )
     quantized: nn.Module = graph.layerwise_quantize(model)
     passes = (modes.calibration_mode, modes.bias_correction_mode)[: 1 + best]
     with torch.no_grad():

@@ -51,18 +51,24 @@ def collecting(
         "torchq histogram per channel": lambda: channels.collect(x),
     }
     if peer is not None:
-        theirs = peer.HistogramCalibrator(num_bits=8, axis=None, unsigned=False, num_bins=BINS)
+        theirs = peer.HistogramCalibrator(
+            num_bits=8, axis=None, unsigned=False, num_bins=BINS
+        )
         candidates["ModelOpt histogram"] = lambda: theirs.collect(x)
     for row in compare(candidates, baseline="clone", **times):
         report.timing(row, what="collect", elements=x.numel(), dtype="float32", **case)
 
 
-def estimating(report: Reporter, x: Tensor, peer: Any | None, times: dict[str, Any]) -> None:
+def estimating(
+    report: Reporter, x: Tensor, peer: Any | None, times: dict[str, Any]
+) -> None:
     ours = Calibrator("histogram", num_bins=BINS)
     ours.collect(x)
     theirs = None
     if peer is not None:
-        theirs = peer.HistogramCalibrator(num_bits=8, axis=None, unsigned=False, num_bins=BINS)
+        theirs = peer.HistogramCalibrator(
+            num_bits=8, axis=None, unsigned=False, num_bins=BINS
+        )
         theirs.collect(x)
     for method in ("percentile", "mse", "entropy"):
         amax = ours.range(method).high.item()
@@ -73,10 +79,12 @@ def estimating(report: Reporter, x: Tensor, peer: Any | None, times: dict[str, A
         # ModelOpt's mse needs CUDA.
         if theirs is not None and (method != "mse" or torch.cuda.is_available()):
             options = {"percentile": 99.99} if method == "percentile" else {}
-            candidates["ModelOpt"] = lambda method=method, options=options: theirs.compute_amax(
-                method, **options
+            candidates["ModelOpt"] = lambda method=method, options=options: (
+                theirs.compute_amax(method, **options)
             )
-            report.value(**figures, modelopt=float(theirs.compute_amax(method, **options)))
+            report.value(
+                **figures, modelopt=float(theirs.compute_amax(method, **options))
+            )
         for row in compare(candidates, baseline="torchq", **times):
             report.timing(row, what="estimate", method=method, bins=BINS)
 
@@ -94,7 +102,9 @@ def estimating_channels(report: Reporter, channels: int, times: dict[str, Any]) 
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parser(__doc__)
-    options.add_argument("--elements", type=int, default=6_400_000, help="size of the tensor")
+    options.add_argument(
+        "--elements", type=int, default=6_400_000, help="size of the tensor"
+    )
     chosen = parse(options, argv)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(chosen.elements // 64 // 100, 64, 100, generator=generator)

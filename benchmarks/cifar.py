@@ -30,13 +30,19 @@ class Images:
         """Return the images in order, ``size`` at a time."""
         return list(self.images.split(size))
 
-    def augmented(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def augmented(
+        self, index: Tensor, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
         """Return a training batch: padded by 4, with one random crop, each image flipped or not."""
         images = F.pad(self.images[index], (4, 4, 4, 4))
-        top, column = (int(torch.randint(0, 9, (), generator=generator)) for _ in range(2))
+        top, column = (
+            int(torch.randint(0, 9, (), generator=generator)) for _ in range(2)
+        )
         images = images[..., top : top + 32, column : column + 32]
         flip = torch.rand(len(index), generator=generator) < 0.5
-        return torch.where(flip.view(-1, 1, 1, 1), images.flip(3), images), self.labels[index]
+        return torch.where(flip.view(-1, 1, 1, 1), images.flip(3), images), self.labels[
+            index
+        ]
 
 
 def read_split(folder: Path, split: str, count: int) -> Images:
@@ -54,7 +60,9 @@ def read_split(folder: Path, split: str, count: int) -> Images:
             stream = tar.extractfile(member)
             assert stream is not None
             data = torch.frombuffer(bytearray(stream.read()), dtype=torch.uint8)
-            images.append((decode_image(data, ImageReadMode.RGB).float() / 255 - _MEAN) / _STD)
+            images.append(
+                (decode_image(data, ImageReadMode.RGB).float() / 255 - _MEAN) / _STD
+            )
             labels.append(classes.index(member.name.split("/")[-2]))
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
     return Images(torch.stack(images)[order], torch.tensor(labels)[order])
@@ -92,7 +100,10 @@ class _Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
         if self.extra:
-            x = F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, self.extra, self.extra))
+            x = F.pad(
+                x[:, :, :: self.stride, :: self.stride],
+                (0, 0, 0, 0, self.extra, self.extra),
+            )
         return F.relu(y + x)
 
 
@@ -107,7 +118,9 @@ class _ResNet20(nn.Module):
             setattr(
                 self,
                 f"layer{stage}",
-                nn.Sequential(first, *(_Block(widths[stage], widths[stage], 1) for _ in range(2))),
+                nn.Sequential(
+                    first, *(_Block(widths[stage], widths[stage], 1) for _ in range(2))
+                ),
             )
         self.linear = nn.Linear(64, 10)
 
@@ -135,7 +148,9 @@ class RepVGGBlock(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
         super().__init__()
-        self.rbr_identity = nn.BatchNorm2d(inputs) if inputs == outputs and stride == 1 else None
+        self.rbr_identity = (
+            nn.BatchNorm2d(inputs) if inputs == outputs and stride == 1 else None
+        )
         self.rbr_dense = _conv_bn(inputs, outputs, 3, stride)
         self.rbr_1x1 = _conv_bn(inputs, outputs, 1, stride)
         self.nonlinearity = nn.ReLU()
@@ -150,7 +165,9 @@ class RepVGGBlock(nn.Module):
 
 def _conv_bn(inputs: int, outputs: int, size: int, stride: int) -> nn.Module:
     block = nn.Sequential()
-    block.add_module("conv", nn.Conv2d(inputs, outputs, size, stride, size // 2, bias=False))
+    block.add_module(
+        "conv", nn.Conv2d(inputs, outputs, size, stride, size // 2, bias=False)
+    )
     block.add_module("bn", nn.BatchNorm2d(outputs))
     return block
 
@@ -164,11 +181,16 @@ class RepVGG(nn.Module):
         classes: the outputs of the linear layer.
     """
 
-    def __init__(self, widths: Sequence[int], strides: Sequence[int], classes: int) -> None:
+    def __init__(
+        self, widths: Sequence[int], strides: Sequence[int], classes: int
+    ) -> None:
         super().__init__()
         inputs = (3, *widths)
         self.stages = nn.Sequential(
-            *(RepVGGBlock(i, o, s) for i, o, s in zip(inputs, widths, strides, strict=False))
+            *(
+                RepVGGBlock(i, o, s)
+                for i, o, s in zip(inputs, widths, strides, strict=False)
+            )
         )
         self.linear = nn.Linear(widths[-1], classes)
 
@@ -190,8 +212,12 @@ def repvgg_cifar(folder: Path) -> RepVGG:
     Args:
         folder: holds ``repvgg.pt``.
     """
-    model = RepVGG([32] * 4 + [64] * 4 + [128] * 4, [*[1] * 4, 2, *[1] * 3, 2, *[1] * 3], 10)
-    model.load_state_dict(torch.load(folder / "repvgg.pt", map_location="cpu", weights_only=True))
+    model = RepVGG(
+        [32] * 4 + [64] * 4 + [128] * 4, [*[1] * 4, 2, *[1] * 3, 2, *[1] * 3], 10
+    )
+    model.load_state_dict(
+        torch.load(folder / "repvgg.pt", map_location="cpu", weights_only=True)
+    )
     return model.eval()
 
 
@@ -211,7 +237,9 @@ def depthwise() -> nn.Module:
     """Return a small MobileNet (Howard et al., 1704.04861) for images of 32 by 32, untrained."""
     widths = (32, 64, 128, 128, 256, 256, 256)
     strides = (2, 1, 2, 1, 2, 1)
-    stem = nn.Sequential(nn.Conv2d(3, 32, 3, 1, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU())
+    stem = nn.Sequential(
+        nn.Conv2d(3, 32, 3, 1, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU()
+    )
     blocks = map(_separable, widths, widths[1:], strides)
     return nn.Sequential(
         stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10)
@@ -233,7 +261,9 @@ class _Encoder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         n, tokens, width = x.shape
-        parts = self.qkv(self.norm1(x)).view(n, tokens, 3, self.heads, width // self.heads)
+        parts = self.qkv(self.norm1(x)).view(
+            n, tokens, 3, self.heads, width // self.heads
+        )
         q, k, v = parts.permute(2, 0, 3, 1, 4).unbind(0)
         y = F.scaled_dot_product_attention(q, k, v)
         x = x + self.proj(y.transpose(1, 2).reshape(n, tokens, width))
@@ -243,7 +273,9 @@ class _Encoder(nn.Module):
 class ViT(nn.Module):
     """A small vision transformer (Dosovitskiy et al., 2010.11929) for images of 32 by 32."""
 
-    def __init__(self, width: int = 128, depth: int = 4, heads: int = 4, patch: int = 8) -> None:
+    def __init__(
+        self, width: int = 128, depth: int = 4, heads: int = 4, patch: int = 8
+    ) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, width, patch, patch)
         self.places = nn.Parameter(0.02 * torch.randn(1, (32 // patch) ** 2, width))

@@ -48,7 +48,10 @@ SIZES |= {f"vgg{depth}{end}": 224 for depth in (11, 13, 16, 19) for end in ("", 
 #: Cases whose expected values come from NumPy's transforms in float32: some should be 0 and are off
 #: by rounding.
 NOISY = {"test_dft_inverse": 1e-5, "test_dft_inverse_opset19": 1e-5}
-HALF_PRECISION = {torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}  # two units in the last place
+HALF_PRECISION = {
+    torch.float16: 2.0**-9,
+    torch.bfloat16: 2.0**-6,
+}  # two units in the last place
 
 
 def as_tensor(value: Any) -> Tensor:
@@ -58,7 +61,9 @@ def as_tensor(value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value
     array = np.array(value)
-    if array.dtype.name.startswith(("bfloat16", "float8_")) and hasattr(torch, array.dtype.name):
+    if array.dtype.name.startswith(("bfloat16", "float8_")) and hasattr(
+        torch, array.dtype.name
+    ):
         bits = array.view(f"int{8 * array.dtype.itemsize}")
         return torch.from_numpy(bits).view(getattr(torch, array.dtype.name))
     return torch.from_numpy(array)
@@ -87,7 +92,9 @@ def outcome(source: Any, data: Iterable[Any], rtol: float, atol: float) -> Row:
     try:
         for inputs, outputs in data:
             with torch.no_grad():
-                results = model(*[as_tensor(value) for value in inputs[: len(model.input_names)]])
+                results = model(
+                    *[as_tensor(value) for value in inputs[: len(model.input_names)]]
+                )
             results = results if isinstance(results, tuple) else (results,)
             for got, expected in zip(results, outputs, strict=True):
                 difference_text = difference(got, expected, rtol, atol)
@@ -101,7 +108,9 @@ def outcome(source: Any, data: Iterable[Any], rtol: float, atol: float) -> Row:
 def cases() -> dict[str, Any]:
     """Return the cases of a single node by name."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the cases are made by code that overflows on purpose
+        warnings.simplefilter(
+            "ignore"
+        )  # the cases are made by code that overflows on purpose
         from onnx.backend.test.case.node import collect_testcases
 
         return {case.name: case for case in collect_testcases(None)}
@@ -109,7 +118,9 @@ def cases() -> dict[str, Any]:
 
 def outcome_of(case: Any) -> Row:
     """Return what became of one case of a single node."""
-    return outcome(case.model, case.data_sets, case.rtol, NOISY.get(case.name, case.atol))
+    return outcome(
+        case.model, case.data_sets, case.rtol, NOISY.get(case.name, case.atol)
+    )
 
 
 def node_cases() -> Iterator[Row]:
@@ -125,14 +136,21 @@ def stored_models(kind: str) -> Iterator[Row]:
     folder = Path(onnx.__file__).parent / "backend" / "test" / "data" / kind
     for path in sorted(folder.iterdir()):
         sets = sorted(path.glob("test_data_set_*"))
-        data = (tuple(_stored(entry, part) for part in ("input", "output")) for entry in sets)
-        yield {"section": kind, "name": path.name} | outcome(path / "model.onnx", data, 1e-3, 1e-5)
+        data = (
+            tuple(_stored(entry, part) for part in ("input", "output"))
+            for entry in sets
+        )
+        yield {"section": kind, "name": path.name} | outcome(
+            path / "model.onnx", data, 1e-3, 1e-5
+        )
 
 
 def _stored(folder: Path, part: str) -> list[Tensor]:
     import onnx
 
-    paths = sorted(folder.glob(f"{part}_*.pb"), key=lambda path: int(path.stem.split("_")[-1]))
+    paths = sorted(
+        folder.glob(f"{part}_*.pb"), key=lambda path: int(path.stem.split("_")[-1])
+    )
     return [as_tensor(onnx.TensorProto.FromString(path.read_bytes())) for path in paths]
 
 
@@ -146,17 +164,26 @@ def light_networks(names: str = "*") -> Iterator[Row]:
 
     folder = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light"
     for path in sorted(folder.glob(f"{names}.onnx")):
-        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(
+            str(path), providers=["CPUExecutionProvider"]
+        )
         model = torchq.from_onnx(path)
         (name,) = model.input_names
-        shape = next(argument.shape for argument in session.get_inputs() if argument.name == name)
+        shape = next(
+            argument.shape for argument in session.get_inputs() if argument.name == name
+        )
         x = torch.rand(shape, generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
             got = model(x)
             reference = torch.from_numpy(session.run(None, {name: x.numpy()})[0])
         error = float((got - reference).abs().max() / reference.abs().max())
         verdict = "right" if error <= LIMIT else "wrong"
-        yield {"section": "light", "name": path.stem, "outcome": verdict, "error": error}
+        yield {
+            "section": "light",
+            "name": path.stem,
+            "outcome": verdict,
+            "error": error,
+        }
 
 
 def network(name: str) -> tuple[nn.Module, Tensor]:
@@ -174,7 +201,9 @@ def network(name: str) -> tuple[nn.Module, Tensor]:
             nn.init.uniform_(module.running_mean, -0.1, 0.1)
             nn.init.uniform_(module.running_var, 0.5, 1.5)
         if isinstance(module, nn.Linear) and not module.weight.any():
-            nn.init.normal_(module.weight, std=0.02)  # the heads of vision transformers are zero
+            nn.init.normal_(
+                module.weight, std=0.02
+            )  # the heads of vision transformers are zero
     return model, torch.randn(1, 3, size, size)
 
 
@@ -191,7 +220,9 @@ def exported(name: str) -> Iterator[Row]:
             torch.onnx.export(model, (x,), str(path), dynamo=dynamo, **quiet)
             imported = torchq.from_onnx(path)
             with torch.no_grad():
-                error = float((imported(x) - reference).abs().max() / reference.abs().max())
+                error = float(
+                    (imported(x) - reference).abs().max() / reference.abs().max()
+                )
         verdict = "right" if error <= LIMIT else "wrong"
         yield {"section": exporter, "name": name, "outcome": verdict, "error": error}
 
@@ -201,7 +232,9 @@ def classifier_names() -> list[str]:
     import torchvision.models as zoo
 
     classifiers = list(zoo.list_models(module=zoo))
-    sizes = {n: next(iter(zoo.get_model_weights(n))).meta["num_params"] for n in classifiers}
+    sizes = {
+        n: next(iter(zoo.get_model_weights(n))).meta["num_params"] for n in classifiers
+    }
     return sorted(classifiers, key=lambda n: sizes[n])
 
 
@@ -213,11 +246,26 @@ def run_classifier(name: str, limit: float) -> list[Row]:
         printed = done.stdout
         end = (done.stderr.strip().splitlines() or [""])[-1][:200]
     except subprocess.TimeoutExpired as error:
-        printed = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
+        printed = (
+            error.stdout.decode()
+            if isinstance(error.stdout, bytes)
+            else error.stdout or ""
+        )
         end = f"time limit of {limit:.0f} s"
-    rows = [json.loads(line) for line in printed.splitlines() if line.startswith('{"section"')]
-    missing = [exporter for exporter in EXPORTERS if exporter not in {r["section"] for r in rows}]
-    failed = [{"section": e, "name": name, "outcome": "not run", "reason": end} for e in missing]
+    rows = [
+        json.loads(line)
+        for line in printed.splitlines()
+        if line.startswith('{"section"')
+    ]
+    missing = [
+        exporter
+        for exporter in EXPORTERS
+        if exporter not in {r["section"] for r in rows}
+    ]
+    failed = [
+        {"section": e, "name": name, "outcome": "not run", "reason": end}
+        for e in missing
+    ]
     return rows + failed
 
 
@@ -249,8 +297,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("sections", nargs="*", choices=[[], *SECTIONS, *EXPORTERS])
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
-    parser.add_argument("--limit", type=float, default=900, help="seconds for each classifier")
-    parser.add_argument("--match", default="", help="only classifiers whose name contains this")
+    parser.add_argument(
+        "--limit", type=float, default=900, help="seconds for each classifier"
+    )
+    parser.add_argument(
+        "--match", default="", help="only classifiers whose name contains this"
+    )
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.one:
@@ -260,7 +312,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     chosen = options.sections or [*SECTIONS, *EXPORTERS]
     names = (
-        [n for n in classifier_names() if options.match in n] if {*chosen} & {*EXPORTERS} else []
+        [n for n in classifier_names() if options.match in n]
+        if {*chosen} & {*EXPORTERS}
+        else []
     )
     with Reporter("conformance_onnx", options.out, PEERS) as report:
         for section in (name for name in SECTIONS if name in chosen):
@@ -268,7 +322,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 report.value(**row)
         rows = [row for name in names for row in run_classifier(name, options.limit)]
         for section in (name for name in EXPORTERS if name in chosen):
-            for row in summary(section, [row for row in rows if row["section"] == section]):
+            for row in summary(
+                section, [row for row in rows if row["section"] == section]
+            ):
                 report.value(**row)
 
 

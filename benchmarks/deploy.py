@@ -26,7 +26,15 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from benchmarks.harness import Reporter, compare, decibels, finished_rows, parse, parser, timing
+from benchmarks.harness import (
+    Reporter,
+    compare,
+    decibels,
+    finished_rows,
+    parse,
+    parser,
+    timing,
+)
 from torchq.errors import ExportError, MissingExtraError
 from torchq.graph import call_model
 from torchq.lowering.api import simulated_copy
@@ -39,8 +47,22 @@ MODELS = ("resnet18", "resnet50", "mobilenet_v2", "encoder", "vit_b_16", "unet")
 #: Twenty networks of torchvision.
 ZOO = (
     *("mobilenet_v2", "mobilenet_v3_small", "mobilenet_v3_large", "shufflenet_v2_x1_0"),
-    *("resnet18", "resnet50", "squeezenet1_1", "efficientnet_b0", "mnasnet1_0", "googlenet"),
-    *("regnet_x_400mf", "regnet_y_400mf", "resnext50_32x4d", "densenet121", "alexnet", "vgg11"),
+    *(
+        "resnet18",
+        "resnet50",
+        "squeezenet1_1",
+        "efficientnet_b0",
+        "mnasnet1_0",
+        "googlenet",
+    ),
+    *(
+        "regnet_x_400mf",
+        "regnet_y_400mf",
+        "resnext50_32x4d",
+        "densenet121",
+        "alexnet",
+        "vgg11",
+    ),
     *("convnext_tiny", "vit_b_16", "swin_t", "inception_v3"),
 )
 TRANSFORMERS = ("encoder", "vit_b_16", "swin_t")
@@ -84,7 +106,9 @@ class UNet(nn.Module):
 
     def __init__(self, widths: Sequence[int] = (32, 64, 128, 256)) -> None:
         super().__init__()
-        self.down = nn.ModuleList(_level(i, o) for i, o in zip((3, *widths), widths, strict=False))
+        self.down = nn.ModuleList(
+            _level(i, o) for i, o in zip((3, *widths), widths, strict=False)
+        )
         pairs = list(zip(widths[::-1], widths[-2::-1], strict=False))
         self.rise = nn.ModuleList(nn.ConvTranspose2d(i, o, 4, 2, 1) for i, o in pairs)
         self.up = nn.ModuleList(_level(2 * o, o) for _, o in pairs)
@@ -104,7 +128,12 @@ def _level(inputs: int, outputs: int) -> nn.Sequential:
     first = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
     second = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
     return nn.Sequential(
-        first, nn.BatchNorm2d(outputs), nn.ReLU(), second, nn.BatchNorm2d(outputs), nn.ReLU()
+        first,
+        nn.BatchNorm2d(outputs),
+        nn.ReLU(),
+        second,
+        nn.BatchNorm2d(outputs),
+        nn.ReLU(),
     )
 
 
@@ -141,9 +170,13 @@ def vary_constants_(model: nn.Module) -> None:
             nn.init.uniform_(module.scale, 0.5, 1.5)
             nn.init.uniform_(module.bias, -0.3, 0.3)
     for name, parameter in model.named_parameters():
-        if name.endswith((".gamma", ".layer_scale")):  # ConvNeXt: 1e-6, which codes make 0.
+        if name.endswith(
+            (".gamma", ".layer_scale")
+        ):  # ConvNeXt: 1e-6, which codes make 0.
             nn.init.uniform_(parameter, 0.5, 1.5)
-        if name == "heads.head.weight":  # torchvision's ViT: 0, as is every result then.
+        if (
+            name == "heads.head.weight"
+        ):  # torchvision's ViT: 0, as is every result then.
             nn.init.normal_(parameter, std=0.02)
 
 
@@ -186,12 +219,16 @@ def onnxruntime_call(path: Path, x: Tensor, threads: int) -> Callable[[], Any]:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        str(path), options, providers=["CPUExecutionProvider"]
+    )
     feeds = {session.get_inputs()[0].name: x.numpy()}
     return lambda: session.run(None, feeds)
 
 
-def openvino_call(path: Path, x: Tensor, threads: int, precision: str = "f32") -> Callable[[], Any]:
+def openvino_call(
+    path: Path, x: Tensor, threads: int, precision: str = "f32"
+) -> Callable[[], Any]:
     """Return one inference in OpenVINO; float32 stays float32 unless ``precision`` is bf16."""
     import openvino
 
@@ -215,7 +252,11 @@ DIRECT: dict[str, Callable[[Path, Tensor, int], Callable[[], Any]]] = {
 
 
 def onnxruntime_static(
-    source: Path, path: Path, images: Sequence[Tensor], transformer: bool, default: bool = False
+    source: Path,
+    path: Path,
+    images: Sequence[Tensor],
+    transformer: bool,
+    default: bool = False,
 ) -> str:
     """Quantize with ``onnxruntime.quantization``, after its own preprocessing.
 
@@ -251,7 +292,11 @@ def onnxruntime_static(
 
 
 def nncf(
-    source: Path, path: Path, images: Sequence[Tensor], transformer: bool, **options: Any
+    source: Path,
+    path: Path,
+    images: Sequence[Tensor],
+    transformer: bool,
+    **options: Any,
 ) -> str:
     """Quantize with OpenVINO's NNCF, by its defaults for the kind of model; write ``.xml``."""
     import nncf as tool
@@ -263,7 +308,9 @@ def nncf(
     data = tool.Dataset([image.numpy() for image in images])
     if "preset" in options:
         options["preset"] = tool.QuantizationPreset(options["preset"])
-    quantized = tool.quantize(model, data, model_type=kind, subset_size=len(images), **options)
+    quantized = tool.quantize(
+        model, data, model_type=kind, subset_size=len(images), **options
+    )
     openvino.save_model(quantized, str(path), compress_to_fp16=False)
     return "nncf"
 
@@ -302,7 +349,9 @@ def engine_candidates(
                 print(f"# {candidate.label}: {error}", flush=True)
                 continue
             modules[candidate.label] = module
-            calls[candidate.label] = (lambda m, x: lambda: call_model(m, x))(module, task.example)
+            calls[candidate.label] = (lambda m, x: lambda: call_model(m, x))(
+                module, task.example
+            )
     return calls, modules
 
 
@@ -345,21 +394,31 @@ def maker_candidates(
                 continue
             path = Path(folder, engine).with_suffix(suffix)
             try:
-                source.write_bytes(OnnxRuntime(quantized=False).build(task).graph_bytes())
+                source.write_bytes(
+                    OnnxRuntime(quantized=False).build(task).graph_bytes()
+                )
                 label = quantize(source, path, [x[:1], x[-1:]], transformer)
                 calls[label] = DIRECT[engine](path, x, options.threads)
                 if engine == "openvino":
-                    calls[f"{label} bf16"] = openvino_call(path, x, options.threads, "bf16")
-            except Exception as error:  # a tool may fail in any way it likes, or be absent
+                    calls[f"{label} bf16"] = openvino_call(
+                        path, x, options.threads, "bf16"
+                    )
+            except (
+                Exception
+            ) as error:  # a tool may fail in any way it likes, or be absent
                 print(f"# {engine}: {error}", flush=True)
     return calls
 
 
-def measure(name: str, batch: int, options: argparse.Namespace, report: Reporter) -> None:
+def measure(
+    name: str, batch: int, options: argparse.Namespace, report: Reporter
+) -> None:
     """Time all candidates on one network, and report which one ``target="fastest"`` takes."""
     model, x = build(name, batch)
     case = {"model": name, "batch": batch, "threads": options.threads}
-    tasks = {name: Task(simulated_copy(quantized(model, x, name)), x) for name in PLACEMENTS}
+    tasks = {
+        name: Task(simulated_copy(quantized(model, x, name)), x) for name in PLACEMENTS
+    }
     task = tasks[FASTEST]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -368,9 +427,15 @@ def measure(name: str, batch: int, options: argparse.Namespace, report: Reporter
         engines, modules = engine_candidates(tasks, options.engines)
         calls = torch_candidates(model, quantized(model, x), x) | engines
         calls["fastest"] = lambda: chosen(x)
-        makers = maker_candidates(task, x, name in TRANSFORMERS, options) if options.makers else {}
+        makers = (
+            maker_candidates(task, x, name in TRANSFORMERS, options)
+            if options.makers
+            else {}
+        )
         clock = time.process_time if options.cpu_time else time.perf_counter
-        rows = compare(calls | makers, baseline="fp32 eager", clock=clock, **timing(options))
+        rows = compare(
+            calls | makers, baseline="fp32 eager", clock=clock, **timing(options)
+        )
     for row in rows:
         report.timing(row, **case, speedup=1 / row.ratio, clock=clock.__name__)
     best = {row.candidate: row.least_s for row in rows}
@@ -400,7 +465,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     engines = "those to time one by one, where all need more memory than there is"
     runtimes = RUNTIMES.values()
     names = [r.name for r in runtimes if isinstance(r, Engine) and r.measured]
-    arguments.add_argument("--engines", nargs="+", default=names, choices=names, help=engines)
+    arguments.add_argument(
+        "--engines", nargs="+", default=names, choices=names, help=engines
+    )
     makers = "the quantizers of the engines' makers as well"
     arguments.add_argument("--makers", action="store_true", help=makers)
     clock = "measure processor time, with one thread: other programs then count little"

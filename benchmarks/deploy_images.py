@@ -13,7 +13,14 @@ from pathlib import Path
 from torch import Tensor, nn
 
 import torchq
-from benchmarks.cifar import Images, accuracy, logits, read_split, repvgg_cifar, resnet20
+from benchmarks.cifar import (
+    Images,
+    accuracy,
+    logits,
+    read_split,
+    repvgg_cifar,
+    resnet20,
+)
 from benchmarks.harness import Reporter, decibels, parse, parser
 from torchq.errors import MissingExtraError
 from torchq.lowering.kernel import saturates
@@ -55,7 +62,9 @@ def engines(
     packages = ["onnxruntime", "openvino"]
     with Reporter("accuracy_deploy", options.out, packages) as report:
         case = {"network": options.network, "images": len(test.labels)}
-        report.value(**case, engine="fp32", accuracy=accuracy(logits(model, test), test))
+        report.value(
+            **case, engine="fp32", accuracy=accuracy(logits(model, test), test)
+        )
         for recipe in options.recipes:
             for target in options.planned:
                 # On such CPUs ONNX Runtime alone has kernels for weights of 8 bits.
@@ -103,7 +112,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     runtimes = [name for name in _ENGINES if name is not None]
     arguments.add_argument(
-        "--planned", nargs="*", choices=runtimes, default=list(_ENGINES), help="default all"
+        "--planned",
+        nargs="*",
+        choices=runtimes,
+        default=list(_ENGINES),
+        help="default all",
     )
     folder = "folder with the trained weights and the tars of images"
     arguments.add_argument("--data", type=Path, required=True, help=folder)

@@ -57,7 +57,11 @@ def resident() -> dict[str, int]:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    fields = {line.partition(":")[0]: line.split()[1] for line in lines if line.startswith("Rss")}
+    fields = {
+        line.partition(":")[0]: line.split()[1]
+        for line in lines
+        if line.startswith("Rss")
+    }
     return {
         name: int(fields[field]) * 1024
         for name, field in (("anonymous", "RssAnon"), ("file", "RssFile"))
@@ -85,7 +89,8 @@ def measure(path: Path, use: str) -> dict[str, float]:
             model(x)
         now = resident()
         growth |= {
-            f"{state}_{kind}_mib": round((now[kind] - before[kind]) / _MIB, 1) for kind in now
+            f"{state}_{kind}_mib": round((now[kind] - before[kind]) / _MIB, 1)
+            for kind in now
         }
     return growth
 
@@ -99,7 +104,8 @@ def save(name: str, folder: Path) -> None:
     small = Small().eval()
     image = torch.randn(1, 3, 8, 8)
     torch.save(
-        [(m, image) for m in (small, torchq.deploy(quantized(small, image)))], folder / "warm"
+        [(m, image) for m in (small, torchq.deploy(quantized(small, image)))],
+        folder / "warm",
     )
 
 
@@ -122,8 +128,12 @@ def main(argv: Sequence[str] | None = None) -> None:
                         command = [sys.executable, "-m", "benchmarks.deploy_memory"]
                         command += ["--threads", str(options.threads)]
                         command += ["--measure", f"{folder}/{file}", use]
-                        done = subprocess.run(command, check=True, capture_output=True, text=True)
-                        report.value(model=name, candidate=candidate, **json.loads(done.stdout))
+                        done = subprocess.run(
+                            command, check=True, capture_output=True, text=True
+                        )
+                        report.value(
+                            model=name, candidate=candidate, **json.loads(done.stdout)
+                        )
 
 
 if __name__ == "__main__":

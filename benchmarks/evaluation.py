@@ -49,7 +49,11 @@ def figures(
     quantized = copy.deepcopy(model)
     example = calibration[0][:2]
     torchq.quantize_(
-        quantized, RECIPES[recipe](), target="onnxruntime", example=example, progress=False
+        quantized,
+        RECIPES[recipe](),
+        target="onnxruntime",
+        example=example,
+        progress=False,
     )
     torchq.calibrate(quantized, calibration, progress=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -66,7 +70,9 @@ def figures(
     first = test[0]
     candidates = {"float": lambda: model(first), "quantized": lambda: quantized(first)}
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    _, timing = compare(candidates, baseline="float", rounds=rounds, warmup=2, clock=clock)
+    _, timing = compare(
+        candidates, baseline="float", rounds=rounds, warmup=2, clock=clock
+    )
     return {
         "equal": torch.cat(equal).double().mean().item(),
         "close": torch.cat(close).double().mean().item(),
@@ -74,7 +80,9 @@ def figures(
     }
 
 
-def _alike(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> Tensor:
+def _alike(
+    found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float
+) -> Tensor:
     """Return for each image if its outputs differ by no more than a share of the largest one."""
     are_alike = torch.ones(len(found[0]), dtype=torch.bool)
     for tensor, from_session in zip(found, expected, strict=True):
@@ -86,7 +94,9 @@ def _alike(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float
 def main(argv: Sequence[str] | None = None) -> None:
     """Compare every network that ``--networks`` names, and print one table."""
     command = parser(__doc__)
-    command.add_argument("--data", type=Path, help="folder of the images and trained weights")
+    command.add_argument(
+        "--data", type=Path, help="folder of the images and trained weights"
+    )
     command.add_argument("--images", type=int, default=64, help="images to compare on")
     command.add_argument("--networks", nargs="*", help="these alone; default all")
     command.add_argument("--recipes", nargs="*", default=list(RECIPES))
@@ -95,7 +105,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows: list[list[Any]] = []
     with Reporter("evaluation", options.out, ["onnx", "onnxruntime"]) as report:
         for name, make, size in networks(options.data):
-            recipes = [r for r in options.recipes if (name, r, options.images) not in done]
+            recipes = [
+                r for r in options.recipes if (name, r, options.images) not in done
+            ]
             if (options.networks and name not in options.networks) or not recipes:
                 continue
             data = images(options.data, size, options.images)

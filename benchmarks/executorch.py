@@ -37,7 +37,9 @@ def _one_by_one(file: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return torch.cat([file(image) for image in x.split(1)])
 
 
-def _report(name: str, network: Network, options: argparse.Namespace, reporter: Reporter) -> None:
+def _report(
+    name: str, network: Network, options: argparse.Namespace, reporter: Reporter
+) -> None:
     image = network.test[:1]
     model = copy.deepcopy(network.model)
     torchq.quantize_(model, target="executorch", example=image, progress=False)
@@ -46,7 +48,8 @@ def _report(name: str, network: Network, options: argparse.Namespace, reporter: 
     expected = {"int8": network.outputs(model), "float32": network.expected}
     settings = {"int8": ExecuTorch(), "float32": ExecuTorch(quantized=False)}
     files: dict[str, Any] = {
-        n: torchq.deploy(model, image, target=s, progress=False) for n, s in settings.items()
+        n: torchq.deploy(model, image, target=s, progress=False)
+        for n, s in settings.items()
     }
     calls = {kind: partial(file, image) for kind, file in files.items()}
     how = {**timing(options), "clock": time.process_time}
@@ -72,14 +75,27 @@ def _report(name: str, network: Network, options: argparse.Namespace, reporter: 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print one line for each file."""
     arguments = parser(__doc__)
-    arguments.add_argument("--data", type=Path, required=True, help="of the images and weights")
-    arguments.add_argument("--cache", type=Path, default=Path(), help="folder of trained weights")
-    arguments.add_argument("--images", type=int, default=10_000, help="to test; scenes: a fifth")
-    arguments.add_argument("--networks", nargs="+", default=_NETWORKS, choices=_NETWORKS)
+    arguments.add_argument(
+        "--data", type=Path, required=True, help="of the images and weights"
+    )
+    arguments.add_argument(
+        "--cache", type=Path, default=Path(), help="folder of trained weights"
+    )
+    arguments.add_argument(
+        "--images", type=int, default=10_000, help="to test; scenes: a fifth"
+    )
+    arguments.add_argument(
+        "--networks", nargs="+", default=_NETWORKS, choices=_NETWORKS
+    )
     options = parse(arguments, argv)
-    with Reporter("executorch", options.out, ["executorch"]) as reporter, torch.no_grad():
+    with (
+        Reporter("executorch", options.out, ["executorch"]) as reporter,
+        torch.no_grad(),
+    ):
         for name in options.networks:
-            _report(name, NETWORKS.get(name, classifier)(name, options), options, reporter)
+            _report(
+                name, NETWORKS.get(name, classifier)(name, options), options, reporter
+            )
 
 
 if __name__ == "__main__":

@@ -44,7 +44,9 @@ class Case:
 
     def tensor(self) -> Tensor:
         x = torch.randn(32, 64, 56, 56).to(DTYPES[self.dtype])
-        return x.contiguous(memory_format=torch.channels_last) if self.channels_last else x
+        return (
+            x.contiguous(memory_format=torch.channels_last) if self.channels_last else x
+        )
 
 
 CASES = [
@@ -67,14 +69,20 @@ def aten(case: Case, amax: Tensor) -> Quantize:
         axis = case.granularity.axes[0]
         scales = amax.flatten() / 127
         zeros = torch.zeros_like(scales, dtype=torch.int32)
-        return lambda x: torch.fake_quantize_per_channel_affine(x, scales, zeros, axis, -128, 127)
+        return lambda x: torch.fake_quantize_per_channel_affine(
+            x, scales, zeros, axis, -128, 127
+        )
     scale = amax / 127
     zero_point = torch.zeros((), dtype=torch.int32)
-    return lambda x: torch.fake_quantize_per_tensor_affine(x, scale, zero_point, -128, 127)
+    return lambda x: torch.fake_quantize_per_tensor_affine(
+        x, scale, zero_point, -128, 127
+    )
 
 
 def modelopt(case: Case, amax: Tensor) -> Quantize:
-    config = import_module("modelopt.torch.quantization.config").QuantizerAttributeConfig
+    config = import_module(
+        "modelopt.torch.quantization.config"
+    ).QuantizerAttributeConfig
     axis = case.granularity.axes[0] if isinstance(case.granularity, PerAxis) else None
     quantizer = import_module("modelopt.torch.quantization.nn").TensorQuantizer(
         config(num_bits=8 if case.format.is_integer else (4, 3), axis=axis)
@@ -86,7 +94,9 @@ def modelopt(case: Case, amax: Tensor) -> Quantize:
 def brevitas(case: Case, amax: Tensor) -> Quantize:
     wrapper = import_module("brevitas.core.function_wrapper")
     quant = import_module("brevitas.core.quant")
-    function = quant.IntQuant(narrow_range=False, signed=True, input_view_impl=wrapper.Identity())
+    function = quant.IntQuant(
+        narrow_range=False, signed=True, input_view_impl=wrapper.Identity()
+    )
     step = amax / 127
     zero = torch.tensor(0.0)
     width = torch.tensor(8.0)
@@ -94,7 +104,9 @@ def brevitas(case: Case, amax: Tensor) -> Quantize:
 
 
 def torchao(case: Case, amax: Tensor) -> Quantize:
-    function = import_module("torchao.quantization.quant_primitives")._fake_quantize_affine
+    function = import_module(
+        "torchao.quantization.quant_primitives"
+    )._fake_quantize_affine
     step = (amax / 127).flatten() if amax.dim() else amax / 127
     zero = torch.zeros_like(step, dtype=torch.int32)
 
@@ -125,7 +137,9 @@ def rivals(case: Case, amax: Tensor) -> dict[str, Quantize]:
 
 
 def candidates(case: Case, x: Tensor, compiled: bool) -> dict[str, Quantize]:
-    amax = torchq.functional.reduce_amax(x, case.granularity).mul_(0.8)  # some elements clip
+    amax = torchq.functional.reduce_amax(x, case.granularity).mul_(
+        0.8
+    )  # some elements clip
     runs = {} if case.learned else rivals(case, amax)
     plain = torchq.functional.fake_quantize
     learned = torchq.functional.learned_fake_quantize
@@ -144,7 +158,9 @@ def candidates(case: Case, x: Tensor, compiled: bool) -> dict[str, Quantize]:
     usable = {}
     for name, run in runs.items():
         try:
-            difference = ((run(x).float() - ours(x).float()).abs() / amax.max()).max().item()
+            difference = (
+                ((run(x).float() - ours(x).float()).abs() / amax.max()).max().item()
+            )
         except (RuntimeError, TypeError, ValueError) as error:
             print(f"left out of {case.name}: {name} ({error})", file=sys.stderr)
             continue
@@ -155,7 +171,9 @@ def candidates(case: Case, x: Tensor, compiled: bool) -> dict[str, Quantize]:
     return usable
 
 
-def calls(mode: str, runs: dict[str, Quantize], x: Tensor) -> dict[str, Callable[[], object]]:
+def calls(
+    mode: str, runs: dict[str, Quantize], x: Tensor
+) -> dict[str, Callable[[], object]]:
     leaf = x.clone().requires_grad_(mode != "forward")
     if mode != "backward":
         return {
@@ -172,7 +190,9 @@ def calls(mode: str, runs: dict[str, Quantize], x: Tensor) -> dict[str, Callable
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parser(__doc__)
-    options.add_argument("--cases", default="", help="only cases whose name contains this")
+    options.add_argument(
+        "--cases", default="", help="only cases whose name contains this"
+    )
     options.add_argument(
         "--modes", default="forward,training,backward", help="default: %(default)s"
     )
@@ -188,7 +208,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             runs = candidates(case, x, chosen.compile)
             for mode in chosen.modes.split(","):
                 timed = calls(mode, runs, x)
-                for row in compare(timed, baseline="clone", clock=clock, **timing(chosen)):
+                for row in compare(
+                    timed, baseline="clone", clock=clock, **timing(chosen)
+                ):
                     report.timing(row, case=case.name, mode=mode, clock=clock.__name__)
 
 

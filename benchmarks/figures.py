@@ -30,7 +30,9 @@ class Measured:
     def all(self, bench: str, **wanted: object) -> list[Mapping[str, Any]]:
         """Return the lines of a benchmark that have all ``wanted`` values."""
         of_bench = (row for row in self.rows if row["bench"] == bench)
-        return [row for row in of_bench if all(row.get(k) == v for k, v in wanted.items())]
+        return [
+            row for row in of_bench if all(row.get(k) == v for k, v in wanted.items())
+        ]
 
     def value(self, key: str, bench: str, **wanted: object) -> Any:
         """Return one figure of the newest line that has all ``wanted`` values.
@@ -106,7 +108,9 @@ def speedup(measured: Measured, model: str, batch: int, candidate: str) -> float
 
 def _int8(measured: Measured) -> str:
     rows = measured.all("accuracy_qat", network="resnet20", widths="w8a8")
-    return _span(row["accuracy"] for row in rows if row["method"].startswith("ptq")) + " %"
+    return (
+        _span(row["accuracy"] for row in rows if row["method"].startswith("ptq")) + " %"
+    )
 
 
 def answers_kept(row: Mapping[str, Any]) -> float:
@@ -116,7 +120,9 @@ def answers_kept(row: Mapping[str, Any]) -> float:
     return 100 * float(min(row["precision_with_slack"], row["recall_with_slack"]))
 
 
-def untouched(measured: Measured, network: str, recipe: str, method: str = "untouched") -> str:
+def untouched(
+    measured: Measured, network: str, recipe: str, method: str = "untouched"
+) -> str:
     """Return the least and the largest share of images with the answer of the float network."""
     rows = measured.all("accuracy", network=network, recipe=recipe, method=method)
     return _span(row["same"] for row in rows) + " %"
@@ -144,7 +150,12 @@ def overview(measured: Measured) -> str:
     step = _step(measured, "ResNet-20", "torchq").split()[0]
     rows = [
         (accuracy, f"{plain:.1f} %", _int8(measured), "benchmarks/training.py"),
-        ("MobileNet, untouched, the same answers", "100 %", mobile, "benchmarks/accuracy.py"),
+        (
+            "MobileNet, untouched, the same answers",
+            "100 %",
+            mobile,
+            "benchmarks/accuracy.py",
+        ),
         (four, "100 %", solved, "benchmarks/accuracy.py"),
         ("ResNet-50, time of one image, `deploy`", 1, time, "benchmarks/deploy.py"),
         ("ResNet-50, memory", before, after, "benchmarks/deploy_memory.py"),
@@ -155,10 +166,23 @@ def overview(measured: Measured) -> str:
 
 def fake_quant(measured: Measured) -> str:
     tools = ("torchq", "torchq compiled", "aten", "modelopt", "torchao", "brevitas")
-    head = ("torchq", "torchq, compiled", "torch's own operator", "ModelOpt", "torchao", "Brevitas")
+    head = (
+        "torchq",
+        "torchq, compiled",
+        "torch's own operator",
+        "ModelOpt",
+        "torchao",
+        "Brevitas",
+    )
     lookup = {"bench": "fake_quant", "case": "int8 per tensor"}
     rows = [
-        (mode, *(f"{measured.value('ratio', mode=mode, candidate=t, **lookup):.1f}" for t in tools))
+        (
+            mode,
+            *(
+                f"{measured.value('ratio', mode=mode, candidate=t, **lookup):.1f}"
+                for t in tools
+            ),
+        )
         for mode in ("forward", "training", "backward")
     ]
     return markdown(("mode", *head), rows)
@@ -167,8 +191,13 @@ def fake_quant(measured: Measured) -> str:
 def qat_step(measured: Measured) -> str:
     networks = ("ResNet-20", "ResNet-18", "ViT-Tiny")
     tools = ("torchq", "aten", "modelopt", "brevitas")
-    rows = [(network, *(_step(measured, network, tool) for tool in tools)) for network in networks]
-    return markdown(("network", "torchq", "torch's own operators", "ModelOpt", "Brevitas"), rows)
+    rows = [
+        (network, *(_step(measured, network, tool) for tool in tools))
+        for network in networks
+    ]
+    return markdown(
+        ("network", "torchq", "torch's own operators", "ModelOpt", "Brevitas"), rows
+    )
 
 
 def calibration(measured: Measured) -> str:
@@ -178,7 +207,10 @@ def calibration(measured: Measured) -> str:
         return f"{1000 * measured.value('median_s', **lookup, **wanted):,.0f} ms"
 
     rows = [
-        ("a tensor", *(seconds(method="entropy", candidate=c) for c in ("torchq", "ModelOpt"))),
+        (
+            "a tensor",
+            *(seconds(method="entropy", candidate=c) for c in ("torchq", "ModelOpt")),
+        ),
         ("512 channels", seconds(channels=512, candidate="entropy"), ""),
     ]
     return markdown(("entropy range of 2048 bins", "torchq", "ModelOpt"), rows)
@@ -191,8 +223,12 @@ def fuse(measured: Measured) -> str:
         error = f"{exact[network]['error_float64']:.0e}" if network in exact else ""
         latencies = measured.all("fuse", part="latency", network=network)
         by_tool = {row["candidate"]: f"{row['ratio']:.2f}" for row in latencies}
-        rows.append((network, error, by_tool.get("torchq", ""), by_tool.get("torch", "")))
-    return markdown(("network", "error in float64", "time", "time, torch.fx's fuse"), rows)
+        rows.append(
+            (network, error, by_tool.get("torchq", ""), by_tool.get("torch", ""))
+        )
+    return markdown(
+        ("network", "error in float64", "time", "time, torch.fx's fuse"), rows
+    )
 
 
 def folds(measured: Measured) -> str:
@@ -212,12 +248,21 @@ def folds(measured: Measured) -> str:
                 [row["changed_beyond"] for row in cases],
             )
         )
-        codes = f"{counted} counted, {beyond} beyond, of {cases[-1]['codes'] / 1e6:.2f} M"
+        codes = (
+            f"{counted} counted, {beyond} beyond, of {cases[-1]['codes'] / 1e6:.2f} M"
+        )
         error = f"{max(row['layer_error'] for row in cases):.0e}"
         integers = "/".join(dict.fromkeys(str(row["integers"]) for row in cases))
         first = f"{integers} of {cases[-1]['layers']} ({cases[-1]['integers_folded_first']})"
         rows.append((network, target, folded, refused, codes, error, first))
-    head = ("network", "target", "folded", "refused", "codes changed", "largest error of a layer")
+    head = (
+        "network",
+        "target",
+        "folded",
+        "refused",
+        "codes changed",
+        "largest error of a layer",
+    )
     return markdown((*head, "layers on integers (folded first)"), rows)
 
 
@@ -240,7 +285,11 @@ def accuracy(measured: Measured) -> str:
         by_network = by_method.setdefault((row["recipe"], row["method"]), {})
         by_network.setdefault(row["network"], []).append(row)
     table = [
-        (recipe, method, *(_accuracy_cell(cells.get(network, [])) for network in networks))
+        (
+            recipe,
+            method,
+            *(_accuracy_cell(cells.get(network, [])) for network in networks),
+        )
         for (recipe, method), cells in sorted(
             by_method.items(), key=lambda item: item[0][0] == "peers"
         )
@@ -275,7 +324,9 @@ def training(measured: Measured) -> str:
         trained = measured.all(method="lsq, distilled", **lookup)[-1]
         plain = measured.value("accuracy", method="ptq mse", **lookup)
         steps = f"{trained['steps']:,}"
-        rows.append((widths.upper(), f"{plain:.1f} %", f"{trained['accuracy']:.1f} %", steps))
+        rows.append(
+            (widths.upper(), f"{plain:.1f} %", f"{trained['accuracy']:.1f} %", steps)
+        )
     return markdown(("ResNet-20", "calibrated", "trained", "steps"), rows)
 
 
@@ -283,8 +334,13 @@ def methods(measured: Measured) -> str:
     accuracies: dict[str, list[float]] = {}
     for row in measured.all("accuracy_qat", network="resnet20", widths="w4a4"):
         if row["method"].startswith("short: "):
-            accuracies.setdefault(row["method"].removeprefix("short: "), []).append(row["accuracy"])
-    rows = [(name, f"{mean(values):.1f} %", len(values)) for name, values in accuracies.items()]
+            accuracies.setdefault(row["method"].removeprefix("short: "), []).append(
+                row["accuracy"]
+            )
+    rows = [
+        (name, f"{mean(values):.1f} %", len(values))
+        for name, values in accuracies.items()
+    ]
     return markdown(("method", "accuracy", "seeds"), rows)
 
 
@@ -293,12 +349,18 @@ def zoo(measured: Measured) -> str:
     merged: dict[str, dict[str, Any]] = {}
     for row in measured.all("sweep_zoo"):
         merged.setdefault(row["model"], {}).update(row)
-    libraries = [[r for m, r in merged.items() if m.startswith(f"{name}/")] for name in ZOO]
+    libraries = [
+        [r for m, r in merged.items() if m.startswith(f"{name}/")] for name in ZOO
+    ]
     rows: list[Sequence[object]] = [("networks", *map(len, libraries))]
     checks = ("plan", "quantize", "off", "restore", "save", "fuse")
     for check in (*checks, "export", "deploy"):
-        outcomes = [[row[check] for row in library if check in row] for library in libraries]
-        rows.append((check, *(f"{values.count('ok')} of {len(values)}" for values in outcomes)))
+        outcomes = [
+            [row[check] for row in library if check in row] for library in libraries
+        ]
+        rows.append(
+            (check, *(f"{values.count('ok')} of {len(values)}" for values in outcomes))
+        )
     in_float, total = (
         [sum(row.get(key, 0) for row in library) for library in libraries]
         for key in ("left_float", "products")
@@ -328,7 +390,9 @@ def fuzz(measured: Measured) -> str:
         total = sum(row["results"].values())
         for place, count in enumerate((read, total - read - failed, failed)):
             sums[place] += count
-    rows = [(f"`{reader}`", *map("{:,}".format, sums)) for reader, sums in counts.items()]
+    rows = [
+        (f"`{reader}`", *map("{:,}".format, sums)) for reader, sums in counts.items()
+    ]
     return markdown(("reader", "read", "named error", "other"), rows)
 
 
@@ -362,11 +426,19 @@ def executorch(measured: Measured) -> str:
         return f"{found['precision']:.3f}, {found['recall']:.3f}"
 
     rows = []
-    newest = {row["network"]: row for row in measured.all("executorch", candidate="int8")}
+    newest = {
+        row["network"]: row for row in measured.all("executorch", candidate="int8")
+    }
     for row in newest.values():
-        plain = measured.all("executorch", candidate="float32", network=row["network"])[-1]
+        plain = measured.all("executorch", candidate="float32", network=row["network"])[
+            -1
+        ]
         layers = f"{row['integer']} of {row['integer'] + len(row['in_float'])}"
-        figures = (quality(plain["file"]), quality(row["simulation"]), quality(row["file"]))
+        figures = (
+            quality(plain["file"]),
+            quality(row["simulation"]),
+            quality(row["file"]),
+        )
         size = f"{row['kilobytes'] / plain['kilobytes']:.2f}"
         rows.append((row["network"], layers, *figures, f"{row['ratio']:.2f}", size))
     head = ("network", "layers on integers", "float file", "simulation", "INT8 file")
@@ -389,12 +461,18 @@ def deploy(measured: Measured) -> str:
 
 
 def memory(measured: Measured) -> str:
-    names = {"FP32": "fp32", "deployed": "int8", "deployed, mapped file": "int8, mapped"}
+    names = {
+        "FP32": "fp32",
+        "deployed": "int8",
+        "deployed, mapped file": "int8, mapped",
+    }
     key = "one_size_anonymous_mib"
     rows = []
     for title in ("ResNet-50", "ViT-B/16", "encoder"):
         lookup = {"bench": "deploy_memory", "model": NETWORKS[title]}
-        sizes = (measured.value(key, candidate=name, **lookup) for name in names.values())
+        sizes = (
+            measured.value(key, candidate=name, **lookup) for name in names.values()
+        )
         rows.append((title, *(f"{mib:.0f}" for mib in sizes)))
     return markdown(("MiB", *names), rows)
 
@@ -409,11 +487,27 @@ def agreement(measured: Measured) -> str:
                 "accuracy",
                 bench="accuracy_deploy",
                 engine="simulation",
-                **{key: row[key] for key in ("network", "recipe", "planned_for", "images")},
+                **{
+                    key: row[key]
+                    for key in ("network", "recipe", "planned_for", "images")
+                },
             )
-            shares = (f"{100 * simulated:.2f} %", accuracy, f"{100 * row['same_class']:.2f} %")
-            rows.append((row["network"], row["recipe"], planned, row["engine"], *shares))
-    head = ("network", "recipe", "planned for", "engine", "accuracy simulated", "deployed")
+            shares = (
+                f"{100 * simulated:.2f} %",
+                accuracy,
+                f"{100 * row['same_class']:.2f} %",
+            )
+            rows.append(
+                (row["network"], row["recipe"], planned, row["engine"], *shares)
+            )
+    head = (
+        "network",
+        "recipe",
+        "planned for",
+        "engine",
+        "accuracy simulated",
+        "deployed",
+    )
     return markdown((*head, "same class"), rows)
 
 
@@ -421,13 +515,17 @@ def codes(measured: Measured) -> str:
     """Codes that differ, over three recipes, and images with equal results."""
     by_network: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
     for row in measured.all("same_codes"):
-        by_network.setdefault(row["network"], {}).setdefault(row["target"], []).append(row)
+        by_network.setdefault(row["network"], {}).setdefault(row["target"], []).append(
+            row
+        )
     rows = []
     for network, runtimes in by_network.items():
         cells = []
         for runtime in ("onnxruntime", "openvino"):
             cases = runtimes[runtime]
-            differ, of = (sum(row[name] for row in cases) for name in ("differ", "codes"))
+            differ, of = (
+                sum(row[name] for row in cases) for name in ("differ", "codes")
+            )
             cells += [
                 f"{differ:,} of {of / 1e6:.1f} M",
                 # Older rows have a second figure, of a mode in which all layers added exactly.
@@ -477,7 +575,17 @@ TABLES: dict[str, Callable[[Measured], str]] = {
     for table in (
         *(overview, fake_quant, qat_step, calibration, fuse, folds, folded_accuracy),
         *(accuracy, training, methods, zoo),
-        *(conformance, fuzz, files, executorch, deploy, memory, agreement, codes, evaluation),
+        *(
+            conformance,
+            fuzz,
+            files,
+            executorch,
+            deploy,
+            memory,
+            agreement,
+            codes,
+            evaluation,
+        ),
         snapdragon,
     )
 }
@@ -485,7 +593,9 @@ TABLES: dict[str, Callable[[Measured], str]] = {
 
 def filled(page: str, measured: Measured) -> str:
     """Return the text of a page with all its tables anew."""
-    return TABLE.sub(lambda found: found[1] + TABLES[found[2]](measured) + found[3], page)
+    return TABLE.sub(
+        lambda found: found[1] + TABLES[found[2]](measured) + found[3], page
+    )
 
 
 def main() -> None:

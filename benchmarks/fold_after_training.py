@@ -135,7 +135,9 @@ def train(model: nn.Module, batches: Sequence[Tensor]) -> None:
         loss = torch.stack([result.square().mean() for result in results]).sum()
         optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # some diverge to infinity otherwise
+        nn.utils.clip_grad_norm_(
+            model.parameters(), 1.0
+        )  # some diverge to infinity otherwise
         optimizer.step()
     model.eval()
 
@@ -150,7 +152,9 @@ def through_checkpoint(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return stored
 
 
-def changed_codes(before: nn.Module, after: nn.Module, report: FuseReport) -> tuple[int, int]:
+def changed_codes(
+    before: nn.Module, after: nn.Module, report: FuseReport
+) -> tuple[int, int]:
     """Return how many weight codes changed in more than their sign, and how many there are.
 
     The scale of each output channel grew by its factor, which is what the scales are asked for.
@@ -163,7 +167,9 @@ def changed_codes(before: nn.Module, after: nn.Module, report: FuseReport) -> tu
             continue
         factor = _factors(before.get_submodule(fusion.parts[0]), old)
         weights = [layer.weight.detach() for layer in (old, new)]
-        compared = GridComparison.of(quantizers[0], weights[0], quantizers[1], weights[1], factor)
+        compared = GridComparison.of(
+            quantizers[0], weights[0], quantizers[1], weights[1], factor
+        )
         changed += int(compared.other_codes.sum())
         codes += weights[0].numel()
     return changed, codes
@@ -171,7 +177,11 @@ def changed_codes(before: nn.Module, after: nn.Module, report: FuseReport) -> tu
 
 def _factors(norm: Any, layer: Any) -> Tensor:
     """Return what the BatchNorm multiplies each weight of a layer by, from its definition."""
-    gamma = torch.ones_like(norm.running_var) if norm.weight is None else norm.weight.detach()
+    gamma = (
+        torch.ones_like(norm.running_var)
+        if norm.weight is None
+        else norm.weight.detach()
+    )
     factor = gamma.double() / (norm.running_var.double() + norm.eps).sqrt()
     axis = 1 if isinstance(layer, nn.ConvTranspose2d) else 0
     shape = [-1 if dim == axis else 1 for dim in range(layer.weight.dim())]
@@ -189,7 +199,9 @@ def outcome(model: nn.Module) -> Plan:
     planned = plan_of(model).outcome()
     # Training leaves -128 out of weights in front of norms, which keeps the scales.
     rows = tuple(
-        d if d.weight is None else replace(d, weight=d.weight.replace(narrow_range=False))
+        d
+        if d.weight is None
+        else replace(d, weight=d.weight.replace(narrow_range=False))
         for d in planned.decisions
     )
     return replace(planned, decisions=rows, fusions=())
@@ -210,7 +222,9 @@ def exported(model: nn.Module, batch: Tensor, path: Path) -> tuple[int, bool]:
     return integer_layers(path), verified.ok
 
 
-def measured(trained: nn.Module, first: nn.Module, batch: Tensor, layers: int) -> dict[str, Any]:
+def measured(
+    trained: nn.Module, first: nn.Module, batch: Tensor, layers: int
+) -> dict[str, Any]:
     """Fold a trained model in place; return what became of it, beside the one folded first."""
     before = copy.deepcopy(trained)
     started = time.perf_counter()
@@ -220,7 +234,9 @@ def measured(trained: nn.Module, first: nn.Module, batch: Tensor, layers: int) -
     counted = sum(fusion.changed for fusion in report.fused)
     with tempfile.TemporaryDirectory() as folder:
         integers, agrees = exported(trained, batch, Path(folder, "folded.onnx"))
-        integers_first, agrees_first = exported(first, batch, Path(folder, "first.onnx"))
+        integers_first, agrees_first = exported(
+            first, batch, Path(folder, "first.onnx")
+        )
     return {
         "folded": len(report.fused),
         "refused": {refusal.name: refusal.reason for refusal in report.refused},
@@ -295,7 +311,9 @@ def trained_rows(options: argparse.Namespace, report: Reporter) -> None:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "resnet20.onnx")
             integers, agrees = exported(model, batches[0], path)
-            shares["file"] = accuracy(_results_of_file(path, target, test.batches(250)), test)
+            shares["file"] = accuracy(
+                _results_of_file(path, target, test.batches(250)), test
+            )
         report.value(
             **dict(zip(_KEY, cell, strict=True)),
             recipe=recipe.name,
@@ -322,7 +340,16 @@ def _results_of_file(path: Path, target: str, batches: Sequence[Tensor]) -> Tens
 
 def print_table(path: Path) -> None:
     """Print the rows of a file."""
-    heading = ("network", "target", "checkpoint", "folded", "refused", "codes", "counted", "beyond")
+    heading = (
+        "network",
+        "target",
+        "checkpoint",
+        "folded",
+        "refused",
+        "codes",
+        "counted",
+        "beyond",
+    )
     heading += ("layer", "model", "plan", "integers", "folded first", "verify")
     rows = []
     for line in path.read_text("utf-8").splitlines():
@@ -331,13 +358,18 @@ def print_table(path: Path) -> None:
             continue
         cells = [*(row[name] for name in _KEY), row["folded"], len(row["refused"])]
         if "accuracy" in row:
-            shares = ", ".join(f"{name} {share}" for name, share in row["accuracy"].items())
+            shares = ", ".join(
+                f"{name} {share}" for name, share in row["accuracy"].items()
+            )
             cells += ["", row["counted"], "", "", "", "", row["integers"], "", shares]
         else:
             cells += [row["codes"], row["counted"], row["changed_beyond"]]
             cells += [f"{row['layer_error']:.1e}", f"{row['model_error']:.1e}"]
             cells += ["same" if row["same_plan"] else "OTHER"]
-            cells += [f"{row['integers']} of {row['layers']}", row["integers_folded_first"]]
+            cells += [
+                f"{row['integers']} of {row['layers']}",
+                row["integers_folded_first"],
+            ]
             agree = [row["verify"], row["verify_folded_first"]]
             cells += [" / ".join("ok" if ok else "DIFFERS" for ok in agree)]
         rows.append(tuple(map(str, cells)))
@@ -348,9 +380,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Report one line for each cell of the table."""
     options = parser(__doc__)
     options.add_argument("--only", default="*", help="pattern of 'NETWORK TARGET'")
-    options.add_argument("--data", type=Path, help="folder of CIFAR-10 and the trained networks")
+    options.add_argument(
+        "--data", type=Path, help="folder of CIFAR-10 and the trained networks"
+    )
     options.add_argument("--images", type=int, default=10_000, help="test images of it")
-    options.add_argument("--table", action="store_true", help="print the rows of --out alone")
+    options.add_argument(
+        "--table", action="store_true", help="print the rows of --out alone"
+    )
     chosen = parse(options, argv)
     if chosen.table:
         print_table(chosen.out)

@@ -22,7 +22,14 @@ from benchmarks.cifar import repvgg_a0
 from benchmarks.harness import Reporter, compare, parse, parser, timing
 
 _NETWORKS = (
-    *("resnet18", "resnet50", "mobilenet_v2", "efficientnet_b0", "densenet121", "inception_v3"),
+    *(
+        "resnet18",
+        "resnet50",
+        "mobilenet_v2",
+        "efficientnet_b0",
+        "densenet121",
+        "inception_v3",
+    ),
     *("deeplabv3_mobilenet_v3_large", "r3d_18"),
 )
 _VIDEO_NETWORKS = ("r3d_18", "mc3_18", "r2plus1d_18")
@@ -35,7 +42,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parts = {"exact": _exact, "latency": _latency}
     options.add_argument("--parts", nargs="+", default=list(parts), choices=parts)
     options.add_argument("--networks", nargs="+", default=_NETWORKS, help="for exact")
-    options.add_argument("--size", type=int, default=96, help="side of the images for exact")
+    options.add_argument(
+        "--size", type=int, default=96, help="side of the images for exact"
+    )
     chosen = parse(options, argv)
     with Reporter("fuse", chosen.out) as report:
         for part in chosen.parts:
@@ -48,7 +57,11 @@ def _build(name: str) -> nn.Module:
     torch.manual_seed(0)
     if name == "repvgg_a0":
         return _random_norms(repvgg_a0())
-    extra = {"weights_backbone": None} if name.startswith(("fcn", "deeplab", "lraspp")) else {}
+    extra = (
+        {"weights_backbone": None}
+        if name.startswith(("fcn", "deeplab", "lraspp"))
+        else {}
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return _random_norms(models.get_model(name, weights=None, **extra))
@@ -137,7 +150,12 @@ def _latency(report: Reporter, options: argparse.Namespace) -> None:
             fuse_s = round(seconds.get(row.candidate, 0.0), 3)
             error = _error(models[row.candidate], x, want)
             report.timing(
-                row, part="latency", network=name, error=error, parameters=layers, fuse_s=fuse_s
+                row,
+                part="latency",
+                network=name,
+                error=error,
+                parameters=layers,
+                fuse_s=fuse_s,
             )
 
 

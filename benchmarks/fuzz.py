@@ -39,13 +39,20 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from benchmarks.fuzz_mutations import mutate_bytes, mutate_checkpoint, mutate_json, mutate_onnx
+from benchmarks.fuzz_mutations import (
+    mutate_bytes,
+    mutate_checkpoint,
+    mutate_json,
+    mutate_onnx,
+)
 from benchmarks.harness import Reporter
 from torchq.errors import TorchqError
 
 # For one mutation; the readers need less than 0.2 s for the files as they were written.
 SECONDS = 20
-GIGABYTES = 12  # of address space: torch and ONNX Runtime map about 6 before they read anything
+GIGABYTES = (
+    12  # of address space: torch and ONNX Runtime map about 6 before they read anything
+)
 CHUNK = 1000  # mutations for each child process
 
 
@@ -80,7 +87,9 @@ def write_corpus(folder: Path) -> None:
     for name, recipe, target in cases:
         model = Net().eval()
         torchq.fuse_(model)
-        torchq.quantize_(model, recipe, target=target, example=example() if target else None)
+        torchq.quantize_(
+            model, recipe, target=target, example=example() if target else None
+        )
         torchq.calibrate(model, [example()], progress=False)
         torchq.save(model, folder / f"{name}.pt")
         (folder / f"{name}.json").write_text(recipe.to_json(), encoding="utf-8")
@@ -98,7 +107,8 @@ def _state(model: nn.Module) -> list[Any]:
 
 def _equal(a: list[Any], b: list[Any]) -> bool:
     return a[0] == b[0] and all(
-        x[0] == y[0] and torch.equal(x[1], y[1]) for x, y in zip(a[1], b[1], strict=True)
+        x[0] == y[0] and torch.equal(x[1], y[1])
+        for x, y in zip(a[1], b[1], strict=True)
     )
 
 
@@ -111,7 +121,9 @@ def _check_ranges(model: nn.Module) -> None:
 
 def _checkpoint(rng: Random, folder: Path) -> Path:
     path = folder / "mutated.pt"
-    mutate_checkpoint(rng, folder / f"{rng.choice(['int8', 'onnxruntime', 'w4a4'])}.pt", path)
+    mutate_checkpoint(
+        rng, folder / f"{rng.choice(['int8', 'onnxruntime', 'w4a4'])}.pt", path
+    )
     return path
 
 
@@ -168,7 +180,9 @@ def _model_of(folder: Path, name: str) -> nn.Module:
 def read_config(rng: Random, folder: Path) -> None:
     """Read a mutated configuration, and use it."""
     source = folder / f"{rng.choice(['int8', 'w4a4'])}.json"
-    config = torchq.QuantConfig.from_json(mutate_json(rng, source.read_text(encoding="utf-8")))
+    config = torchq.QuantConfig.from_json(
+        mutate_json(rng, source.read_text(encoding="utf-8"))
+    )
     model = Net().eval()
     torchq.quantize_(model, config)
     with torch.no_grad():
@@ -191,7 +205,9 @@ def read_old_onnx(rng: Random, folder: Path) -> None:
     """Read a mutated file that PyTorch exported years ago as a model."""
     import onnx
 
-    models = Path(onnx.__file__).parent / "backend" / "test" / "data" / "pytorch-converted"
+    models = (
+        Path(onnx.__file__).parent / "backend" / "test" / "data" / "pytorch-converted"
+    )
     path = folder / "mutated.onnx"
     mutate_onnx(rng, models / rng.choice(OLD) / "model.onnx", path)
     torchq.from_onnx(path)
@@ -220,7 +236,9 @@ def read_params(rng: Random, folder: Path) -> None:
 
 def _caffe(rng: Random) -> list[bytes]:
     name = rng.choice(["classifier", "detector", "operators"])
-    paths = (FILES / "caffe_files" / f"{name}.{end}" for end in ("prototxt", "caffemodel"))
+    paths = (
+        FILES / "caffe_files" / f"{name}.{end}" for end in ("prototxt", "caffemodel")
+    )
     return [path.read_bytes() for path in paths]
 
 
@@ -296,7 +314,9 @@ def work(reader: str, first: int, last: int, folder: Path) -> None:
         print(json.dumps({"number": number, "result": result}), flush=True)
 
 
-def _child(reader: str, first: int, last: int, folder: Path) -> Iterator[tuple[int, str]]:
+def _child(
+    reader: str, first: int, last: int, folder: Path
+) -> Iterator[tuple[int, str]]:
     """Yield the results of a child process; if it dies, the mutation that killed it fails."""
     work = ["--work", reader, str(first), str(last), str(folder)]
     command = [sys.executable, "-m", "benchmarks.fuzz", *work]
@@ -313,7 +333,9 @@ def _child(reader: str, first: int, last: int, folder: Path) -> Iterator[tuple[i
     if ended < last - 1:
         tail = (done.stderr.strip().splitlines() or [""])[-1]
         yield started, f"FAIL: the process ended with {done.returncode}: {tail[:200]}"
-        yield from _child(reader, started + 1, last, folder) if started + 1 < last else ()
+        yield from (
+            _child(reader, started + 1, last, folder) if started + 1 < last else ()
+        )
 
 
 def fuzz(
@@ -336,11 +358,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--count", type=int, default=20_000, help="mutations of all readers")
-    parser.add_argument("--first", type=int, default=0, help="number of the first mutation")
+    parser.add_argument(
+        "--count", type=int, default=20_000, help="mutations of all readers"
+    )
+    parser.add_argument(
+        "--first", type=int, default=0, help="number of the first mutation"
+    )
     parser.add_argument("--readers", nargs="+", choices=READERS, default=list(READERS))
-    parser.add_argument("--out", type=Path, help="append the JSON lines to this file as well")
-    parser.add_argument("--only", help="repeat one mutation, as in load:17, and show its traceback")
+    parser.add_argument(
+        "--out", type=Path, help="append the JSON lines to this file as well"
+    )
+    parser.add_argument(
+        "--only", help="repeat one mutation, as in load:17, and show its traceback"
+    )
     parser.add_argument("--work", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.work:

@@ -115,12 +115,14 @@ def mutate_data(rng: Random, data: Any) -> Any:
         if kind == 0:
             del container[key]
         elif kind == 1 and isinstance(container, dict):
-            container[rng.choice(["", "x", "0", key + "x" if isinstance(key, str) else 7])] = (
-                container.pop(key)
-            )
+            container[
+                rng.choice(["", "x", "0", key + "x" if isinstance(key, str) else 7])
+            ] = container.pop(key)
         elif kind == 2:
             other, name = rng.choice(places)
-            container[key] = _mutable(other[name]) if name in _keys(other) else _hostile(rng)
+            container[key] = (
+                _mutable(other[name]) if name in _keys(other) else _hostile(rng)
+            )
         elif isinstance(container[key], Tensor):
             container[key] = _mutate_tensor(rng, container[key])
         else:
@@ -140,7 +142,11 @@ def mutate_checkpoint(rng: Random, source: Path, path: Path) -> None:
     data = torch.load(source, weights_only=True)
     try:
         torch.save(mutate_data(rng, data), path)
-    except (NotImplementedError, RuntimeError, RecursionError):  # not every tensor can be written
+    except (
+        NotImplementedError,
+        RuntimeError,
+        RecursionError,
+    ):  # not every tensor can be written
         path.write_bytes(mutate_bytes(rng, source.read_bytes()))
 
 
@@ -172,27 +178,40 @@ def mutate_onnx(rng: Random, source: Path, path: Path) -> None:
 def _mutate_graph(rng: Random, model: Any) -> None:
     graph = model.graph
     node, tensor = (
-        rng.choice(parts) if parts else None for parts in (graph.node, graph.initializer)
+        rng.choice(parts) if parts else None
+        for parts in (graph.node, graph.initializer)
     )
     kinds: list[Callable[[], object]] = [
         lambda: node.input.pop() if node.input else None,
         lambda: node.output.pop() if node.output else None,
         lambda: node.input.append(rng.choice(graph.node).name),
-        lambda: setattr(node, "op_type", rng.choice(["Conv", "Identity", "DequantizeLinear", "X"])),
+        lambda: setattr(
+            node, "op_type", rng.choice(["Conv", "Identity", "DequantizeLinear", "X"])
+        ),
         lambda: setattr(node, "domain", "x"),
-        lambda: setattr(node, "name", rng.choice(["", "x", rng.choice(graph.node).name])),
+        lambda: setattr(
+            node, "name", rng.choice(["", "x", rng.choice(graph.node).name])
+        ),
         lambda: graph.node.remove(node),
         lambda: graph.node.add().CopyFrom(node),
         lambda: node.attribute.pop() if node.attribute else None,
-        lambda: [setattr(a, "i", rng.choice([-1, 0, 7, 2**40])) for a in node.attribute],
+        lambda: [
+            setattr(a, "i", rng.choice([-1, 0, 7, 2**40])) for a in node.attribute
+        ],
         lambda: graph.initializer.remove(tensor),
         lambda: tensor.dims.append(rng.choice([0, 2, -1, 2**40])),
         lambda: tensor.dims.pop() if tensor.dims else None,
         lambda: setattr(tensor, "data_type", rng.randrange(26)),
-        lambda: setattr(tensor, "raw_data", mutate_bytes(rng, tensor.raw_data or b"\0")),
+        lambda: setattr(
+            tensor, "raw_data", mutate_bytes(rng, tensor.raw_data or b"\0")
+        ),
         lambda: setattr(tensor, "raw_data", b""),
-        lambda: setattr(model.opset_import[0], "version", rng.choice([0, 1, 13, 19, 99])),
-        lambda: graph.ClearField(rng.choice(["input", "output", "value_info", "initializer"])),
+        lambda: setattr(
+            model.opset_import[0], "version", rng.choice([0, 1, 13, 19, 99])
+        ),
+        lambda: graph.ClearField(
+            rng.choice(["input", "output", "value_info", "initializer"])
+        ),
         lambda: _swap_inputs(rng, graph),
     ]
     if node is not None and tensor is not None:

@@ -77,17 +77,25 @@ def compare(
         clock: seconds, for tests.
     """
     if baseline not in candidates:
-        raise ValueError(f"baseline: got {baseline!r}; expected one of {', '.join(candidates)}")
+        raise ValueError(
+            f"baseline: got {baseline!r}; expected one of {', '.join(candidates)}"
+        )
     if rounds < 1 or warmup < 0:
-        raise ValueError(f"rounds, warmup: got {rounds}, {warmup}; expected at least 1 and 0")
+        raise ValueError(
+            f"rounds, warmup: got {rounds}, {warmup}; expected at least 1 and 0"
+        )
 
-    seconds = time_calls(candidates, rounds=rounds, warmup=warmup, min_time=min_time, clock=clock)
+    seconds = time_calls(
+        candidates, rounds=rounds, warmup=warmup, min_time=min_time, clock=clock
+    )
     return [_summarize(name, seconds, baseline) for name in candidates]
 
 
 def _summarize(name: str, found: Mapping[str, Samples], baseline: str) -> Timing:
     low, middle, high = found[name].quartiles
-    ratios = (a / b for a, b in zip(found[name].seconds, found[baseline].seconds, strict=True))
+    ratios = (
+        a / b for a, b in zip(found[name].seconds, found[baseline].seconds, strict=True)
+    )
     ratio_low, ratio, ratio_high = quartiles(tuple(ratios))
     return Timing(
         name,
@@ -107,7 +115,11 @@ def decibels(found: Tensor, expected: Tensor) -> float:
     """Return the ratio of the expected values to the error in dB; 200 for equal ones."""
     error = (found.double() - expected.double()).square().sum()
     signal = expected.double().square().sum()
-    return round(min(float(10 * torch.log10(signal / error)), 200.0), 1) if error else 200.0
+    return (
+        round(min(float(10 * torch.log10(signal / error)), 200.0), 1)
+        if error
+        else 200.0
+    )
 
 
 def environment(packages: Iterable[str] = ()) -> dict[str, Any]:
@@ -149,7 +161,9 @@ def _commit() -> str | None:
     command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
     folder = Path(__file__).resolve().parent
     try:
-        described = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+        described = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, check=True
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
     return described.stdout.strip()
@@ -164,7 +178,9 @@ class Reporter:
         packages: peers whose versions matter.
     """
 
-    def __init__(self, bench: str, out: Path | None = None, packages: Iterable[str] = ()) -> None:
+    def __init__(
+        self, bench: str, out: Path | None = None, packages: Iterable[str] = ()
+    ) -> None:
         self._bench = bench
         self._out = out
         self._packages = tuple(packages)
@@ -207,7 +223,11 @@ def finished_rows(path: Path | None, *names: str) -> set[tuple[Any, ...]]:
     if path is None or not path.exists():
         return set()
     rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-    return {tuple(row.get(name) for name in names) for row in rows if row["kind"] == "result"}
+    return {
+        tuple(row.get(name) for name in names)
+        for row in rows
+        if row["kind"] == "result"
+    }
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -229,11 +249,15 @@ def parser(description: str | None) -> argparse.ArgumentParser:
         action="store_true",
         help="one round without repeats: shows that the program runs, measures nothing",
     )
-    result.add_argument("--out", type=Path, help="append the JSON lines to this file as well")
+    result.add_argument(
+        "--out", type=Path, help="append the JSON lines to this file as well"
+    )
     return result
 
 
-def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
+def parse(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None = None
+) -> argparse.Namespace:
     """Parse, then apply ``--threads`` and ``--quick``."""
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
@@ -244,4 +268,8 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) ->
 
 def timing(options: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of :func:`compare` that come from the command line."""
-    return {"rounds": options.rounds, "warmup": options.warmup, "min_time": options.min_time}
+    return {
+        "rounds": options.rounds,
+        "warmup": options.warmup,
+        "min_time": options.min_time,
+    }

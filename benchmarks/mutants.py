@@ -161,14 +161,22 @@ class _Finder(ast.NodeVisitor):
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
         """Replace an arithmetic operator."""
-        if type(node.op) in ARITHMETIC and not _is_text(node.left) and not _is_text(node.right):
-            self._operator("arithmetic", node.left, node.right, *ARITHMETIC[type(node.op)])
+        if (
+            type(node.op) in ARITHMETIC
+            and not _is_text(node.left)
+            and not _is_text(node.right)
+        ):
+            self._operator(
+                "arithmetic", node.left, node.right, *ARITHMETIC[type(node.op)]
+            )
         self.generic_visit(node)
 
     def visit_Compare(self, node: ast.Compare) -> None:
         """Replace a comparison by its neighbour."""
         operands = [node.left, *node.comparators]
-        for operator, left, right in zip(node.ops, operands, operands[1:], strict=False):
+        for operator, left, right in zip(
+            node.ops, operands, operands[1:], strict=False
+        ):
             self._operator("relational", left, right, *RELATIONAL[type(operator)])
         self.generic_visit(node)
 
@@ -208,14 +216,23 @@ class _Finder(ast.NodeVisitor):
         if node.attr in OPPOSITE and isinstance(node.ctx, ast.Load):
             end = self._offset(node.end_lineno or node.lineno, node.end_col_offset or 0)
             begin = end - len(node.attr)
-            self._add("opposite", node.end_lineno or node.lineno, begin, end, OPPOSITE[node.attr])
+            self._add(
+                "opposite",
+                node.end_lineno or node.lineno,
+                begin,
+                end,
+                OPPOSITE[node.attr],
+            )
         self.generic_visit(node)
 
     def visit_Expr(self, node: ast.Expr) -> None:
         """Delete a call that stands alone; a docstring or a warning stays."""
         if isinstance(node.value, ast.Constant):
             return
-        if isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "warnings.warn":
+        if (
+            isinstance(node.value, ast.Call)
+            and ast.unparse(node.value.func) == "warnings.warn"
+        ):
             return
         self._replace("statement", node, "pass")
         self.generic_visit(node)
@@ -248,14 +265,25 @@ class _Finder(ast.NodeVisitor):
         end = self._offset(node.end_lineno or node.lineno, node.end_col_offset or 0)
         self._add(kind, node.lineno, begin, end, replacement)
 
-    def _add(self, kind: str, line: int, begin: int, end: int, replacement: str) -> None:
+    def _add(
+        self, kind: str, line: int, begin: int, end: int, replacement: str
+    ) -> None:
         function = ".".join(self._scope)
         source = self._lines[line - 1].rstrip("\n")
         replaced = self._source[begin:end]
         column = begin - self._line_starts[line - 1]
         self.mutants.append(
             Mutant(
-                self._path, line, column, function, kind, source, begin, end, replaced, replacement
+                self._path,
+                line,
+                column,
+                function,
+                kind,
+                source,
+                begin,
+                end,
+                replaced,
+                replacement,
             )
         )
 

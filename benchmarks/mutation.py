@@ -69,7 +69,9 @@ def sources_of(root: Path, where: str) -> dict[str, str]:
     return {str(path.relative_to(root)): path.read_text("utf-8") for path in files}
 
 
-def draw(root: Path, packages: Iterable[str], count: int, seed: int) -> dict[str, list[Mutant]]:
+def draw(
+    root: Path, packages: Iterable[str], count: int, seed: int
+) -> dict[str, list[Mutant]]:
     """Draw ``count`` mutants in all, the same number from each package."""
     names = list(packages)
     return {name: _draw_from(root, name, count // len(names), seed) for name in names}
@@ -120,7 +122,9 @@ class Contexts:
         contexts = {row[0] for row in self._database.execute(arcs, parameters)}
         bits = "select context_id, numbits from line_bits where file_id = ?"
         for context, blob in self._database.execute(bits, (number,)):
-            if line is None or (line // 8 < len(blob) and blob[line // 8] >> line % 8 & 1):
+            if line is None or (
+                line // 8 < len(blob) and blob[line // 8] >> line % 8 & 1
+            ):
                 contexts.add(context)
         return [self._names[context] for context in contexts]
 
@@ -136,7 +140,9 @@ class Contexts:
         if "" in contexts:
             contexts = self._executing(mutant.path, None)
         tests = {context.rpartition("|")[0] for context in contexts}
-        chosen = {test for test in tests if test.startswith(f"{folder}/")} or tests - {""}
+        chosen = {test for test in tests if test.startswith(f"{folder}/")} or tests - {
+            ""
+        }
         # The tests of the file's own name come first: they are the likeliest to fail.
         name = Path(mutant.path).stem
         if not chosen:
@@ -163,7 +169,10 @@ def _run_pytest(folder: str, arguments: Sequence[str], sender: Any) -> None:
 
     os.chdir(folder)
     # What is tested is the copy, and nothing of it may be here already.
-    sys.path[:] = [folder, *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
+    sys.path[:] = [
+        folder,
+        *(path for path in sys.path if Path(path or ".").resolve() != ROOT),
+    ]
     for name in [name for name in sys.modules if name.split(".")[0] == "benchmarks"]:
         del sys.modules[name]
     os.environ["PYTHONPATH"] = folder
@@ -193,11 +202,20 @@ class Copy:
         """Run tests until one fails; return ``passed``, ``failed`` or ``timeout``, and the test."""
         names = self.folder / "tests_of_the_mutant.txt"
         names.write_text("\n".join(tests), "utf-8")
-        arguments = ["-x", "-q", "-p", "no:cacheprovider", *self.options, f"@{names.name}"]
+        arguments = [
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            *self.options,
+            f"@{names.name}",
+        ]
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "onnx", "pytest"])
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_run_pytest, args=(str(self.folder), arguments, sender))
+        process = context.Process(
+            target=_run_pytest, args=(str(self.folder), arguments, sender)
+        )
         process.start()
         sender.close()
         try:
@@ -248,14 +266,21 @@ def stored_rows(path: Path | None, seed: int) -> dict[str, dict[str, Any]]:
     if path is None or not path.exists():
         return {}
     rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-    return {row["key"]: row for row in rows if row["kind"] == "result" and row["seed"] == seed}
+    return {
+        row["key"]: row
+        for row in rows
+        if row["kind"] == "result" and row["seed"] == seed
+    }
 
 
 def table(path: Path, seed: int) -> str:
     """Return a Markdown table of the shares that the tests killed, by package."""
     rows = list(stored_rows(path, seed).values())
     excused = equivalents()
-    lines = ["| package | mutants | equivalent | killed | share |", "|---|---|---|---|---|"]
+    lines = [
+        "| package | mutants | equivalent | killed | share |",
+        "|---|---|---|---|---|",
+    ]
     for name in [*PACKAGES, "all"]:
         mutants = [row for row in rows if name in ("all", row["package"])]
         counted = [row for row in mutants if row["key"] not in excused]
@@ -273,23 +298,37 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     result.add_argument("--count", type=int, default=120, help="mutants in all")
     result.add_argument("--seed", type=int, default=1)
-    result.add_argument("--packages", nargs="+", choices=PACKAGES, default=list(PACKAGES))
+    result.add_argument(
+        "--packages", nargs="+", choices=PACKAGES, default=list(PACKAGES)
+    )
     result.add_argument("--coverage", type=Path, help="which tests execute which line")
-    result.add_argument("--root", type=Path, default=ROOT, help="the repository that is tested")
-    result.add_argument("--options", nargs="+", default=[], help="further options of pytest")
+    result.add_argument(
+        "--root", type=Path, default=ROOT, help="the repository that is tested"
+    )
+    result.add_argument(
+        "--options", nargs="+", default=[], help="further options of pytest"
+    )
     result.add_argument(
         "--survivors",
         action="store_true",
         help="run all tests of its package for each mutant that survived: some tests start other "
         "processes, in which no coverage is measured",
     )
-    result.add_argument("--only", help="run the mutant whose key contains this text again")
-    result.add_argument("--table", action="store_true", help="print the shares of --out")
-    result.add_argument("--out", type=Path, help="append the JSON lines to this file as well")
+    result.add_argument(
+        "--only", help="run the mutant whose key contains this text again"
+    )
+    result.add_argument(
+        "--table", action="store_true", help="print the shares of --out"
+    )
+    result.add_argument(
+        "--out", type=Path, help="append the JSON lines to this file as well"
+    )
     return result.parse_args(argv)
 
 
-def is_wanted(mutant: Mutant, options: argparse.Namespace, stored: Mapping[str, Any]) -> bool:
+def is_wanted(
+    mutant: Mutant, options: argparse.Namespace, stored: Mapping[str, Any]
+) -> bool:
     """Tell whether a mutant is to be run: it is named, has survived, or has no verdict yet."""
     if options.only is not None:
         return options.only in mutant.key

@@ -72,7 +72,9 @@ def figure(
         "ytick.color": theme.ink,
     }
     pyplot.rcParams.update(settings)
-    fig, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    fig, axes = pyplot.subplots(
+        rows, columns, figsize=size, squeeze=False, layout="constrained"
+    )
     return fig, list(axes.flat)
 
 
@@ -91,7 +93,11 @@ def bars(
     place.barh(list(rows), values, color=colours, height=0.62)
     for row, value in zip(rows, values, strict=True):
         place.annotate(
-            text.format(value), (value, row), xytext=(4, 0), textcoords="offset points", va="center"
+            text.format(value),
+            (value, row),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
         )
     place.set_yticks(list(rows), names if labels else [""] * len(names))
     place.set_xticks([])
@@ -151,9 +157,18 @@ def _gains(places: list[Any], theme: Theme, named: int) -> None:
     measured = read_results()
     bars(accuracy, ["FP32", "INT8"], accuracies(measured), theme, "{:.1f} %")
     accuracy.set_title("accuracy, ResNet-20")
-    bars(time, ["FP32", "INT8"], [1.0, latency(measured)], theme, "{:.2f}", labels=named > 1)
+    bars(
+        time,
+        ["FP32", "INT8"],
+        [1.0, latency(measured)],
+        theme,
+        "{:.2f}",
+        labels=named > 1,
+    )
     time.set_title("time, ResNet-50")
-    bars(memory, ["FP32", "INT8"], memories(measured), theme, "{:.0f} MiB", labels=False)
+    bars(
+        memory, ["FP32", "INT8"], memories(measured), theme, "{:.0f} MiB", labels=False
+    )
     memory.set_title("memory, ResNet-50")
 
 
@@ -182,7 +197,9 @@ def scale(theme: Theme) -> Any:
     codes = torch.arange(-7, 8)
     place.plot(codes * step, torch.zeros(15), "|", color=theme.accent, markersize=22)
     for code in codes.tolist():
-        place.annotate(str(code), (code * step, -0.45), ha="center", va="top", color=theme.accent)
+        place.annotate(
+            str(code), (code * step, -0.45), ha="center", va="top", color=theme.accent
+        )
     values = torch.tensor([-1.93, -0.72, 0.1, 0.52, 1.36, 2.6])
     for value, rounded in zip(values, fake_quantize(values, amax, form), strict=True):
         start = (float(value), 0.95)
@@ -222,7 +239,9 @@ def granularity(theme: Theme) -> Any:
 def gradient(theme: Theme) -> Any:
     """Draw the staircase of fake quantization and the gradient that training uses."""
     x = torch.linspace(-1.6, 1.6, 801, requires_grad=True)
-    y = fake_quantize(x, torch.tensor(1.0), torchq.formats.integer_format(3, narrow=True))
+    y = fake_quantize(
+        x, torch.tensor(1.0), torchq.formats.integer_format(3, narrow=True)
+    )
     y.sum().backward()
     fig, (forward, backward) = figure(theme, 2, (8.0, 2.4))
     forward.plot(x.detach(), x.detach(), color=theme.quiet, linewidth=1)
@@ -245,7 +264,10 @@ def fake_quantization(theme: Theme) -> Any:
         "Brevitas": "brevitas",
     }
     lookup = {"bench": "fake_quant", "case": "int8 per tensor", "mode": "forward"}
-    values = [read_results().value("ratio", candidate=name, **lookup) for name in names.values()]
+    values = [
+        read_results().value("ratio", candidate=name, **lookup)
+        for name in names.values()
+    ]
     fig, axes = figure(theme, 1, (6.4, 2.6))
     bars(axes[0], list(names), values, theme, "{:.1f}")
     axes[0].set_title("fake quantization of a tensor; a copy of it costs 1")
@@ -254,7 +276,11 @@ def fake_quantization(theme: Theme) -> Any:
 
 def speed(theme: Theme) -> Any:
     """Draw how much faster networks on the engines of ``deploy`` are than FP32 in PyTorch."""
-    networks = {"ResNet-18": "resnet18", "ResNet-50": "resnet50", "MobileNetV2": "mobilenet_v2"}
+    networks = {
+        "ResNet-18": "resnet18",
+        "ResNet-50": "resnet50",
+        "MobileNetV2": "mobilenet_v2",
+    }
     engines = {
         "INT8, torch": "torch quantized, own placement",
         "INT8, ONNX Runtime": "onnxruntime quantized",
@@ -262,7 +288,10 @@ def speed(theme: Theme) -> Any:
     }
     fig, axes = figure(theme, len(networks), (8.0, 2.4))
     for place, (title, model) in zip(axes, networks.items(), strict=True):
-        values = [1.0, *(speedup(read_results(), model, 1, name) for name in engines.values())]
+        values = [
+            1.0,
+            *(speedup(read_results(), model, 1, name) for name in engines.values()),
+        ]
         names = ["FP32 eager", *engines]
         bars(place, names, values, theme, "{:.1f}x", labels=place is axes[0])
         place.set_title(title)
@@ -278,7 +307,11 @@ def accuracy(theme: Theme) -> Any:
         "NNCF": ("peers", "NNCF"),
         "ONNX Runtime": ("peers", "quantize_static"),
     }
-    networks = {"ResNet-20": "resnet20", "MobileNet": "mobilenet", "detector": "detector"}
+    networks = {
+        "ResNet-20": "resnet20",
+        "MobileNet": "mobilenet",
+        "detector": "detector",
+    }
     fig, axes = figure(theme, len(networks), (8.0, 2.4))
     for place, (title, network) in zip(axes, networks.items(), strict=True):
         values = []
@@ -307,9 +340,13 @@ PICTURES: dict[str, Callable[[Theme], Any]] = {
 def main(argv: Sequence[str] | None = None) -> None:
     """Draw the pictures that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("pictures", nargs="*", choices=[[], *PICTURES], help="default: all")
+    parser.add_argument(
+        "pictures", nargs="*", choices=[[], *PICTURES], help="default: all"
+    )
     images = ROOT / "docs" / "images"
-    parser.add_argument("--out", type=Path, default=images, help="folder of the SVG files")
+    parser.add_argument(
+        "--out", type=Path, default=images, help="folder of the SVG files"
+    )
     options = parser.parse_args(argv)
     for name in options.pictures or PICTURES:
         for theme in THEMES:

@@ -31,7 +31,12 @@ Step = Callable[[], object]
 
 def vit_tiny() -> nn.Module:
     return torchvision.models.VisionTransformer(
-        image_size=224, patch_size=16, num_layers=12, num_heads=3, hidden_dim=192, mlp_dim=768
+        image_size=224,
+        patch_size=16,
+        num_layers=12,
+        num_heads=3,
+        hidden_dim=192,
+        mlp_dim=768,
     )
 
 
@@ -69,7 +74,9 @@ class Aten(nn.Module):
         magnitude = x.detach().abs()
         amax = magnitude.amax() if axis is None else magnitude.flatten(1).amax(1)
         self.register_buffer("scale", amax / 127)
-        self.register_buffer("zero_point", torch.zeros_like(self.scale, dtype=torch.int32))
+        self.register_buffer(
+            "zero_point", torch.zeros_like(self.scale, dtype=torch.int32)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         qparams = self.scale, self.zero_point
@@ -82,15 +89,20 @@ def aten(model: nn.Module, x: Tensor) -> nn.Module:
     inputs: dict[nn.Module, Tensor] = {}
     layers = [m for m in model.modules() if type(m) in (nn.Conv2d, nn.Linear)]
     hooks = [
-        m.register_forward_pre_hook(lambda m, args: inputs.__setitem__(m, args[0])) for m in layers
+        m.register_forward_pre_hook(lambda m, args: inputs.__setitem__(m, args[0]))
+        for m in layers
     ]
     with torch.no_grad():
         model(x)
     for hook, layer in zip(hooks, layers, strict=True):
         hook.remove()
         quantize = Aten(inputs[layer])
-        layer.register_forward_pre_hook(lambda m, args, quantize=quantize: quantize(args[0]))
-        nn.utils.parametrize.register_parametrization(layer, "weight", Aten(layer.weight, axis=0))
+        layer.register_forward_pre_hook(
+            lambda m, args, quantize=quantize: quantize(args[0])
+        )
+        nn.utils.parametrize.register_parametrization(
+            layer, "weight", Aten(layer.weight, axis=0)
+        )
     return model
 
 
@@ -103,7 +115,8 @@ def torchao(model: nn.Module, x: Tensor) -> nn.Module:
     )  # it has no symmetric one
     weights = qat.IntxFakeQuantizeConfig(torch.int8, "per_channel")
     import_module("torchao.quantization").quantize_(
-        model, qat.QATConfig(activation_config=inputs, weight_config=weights, step="prepare")
+        model,
+        qat.QATConfig(activation_config=inputs, weight_config=weights, step="prepare"),
     )
     return model
 
@@ -143,18 +156,28 @@ def steps(name: str, tools: Sequence[str], compiled: bool) -> dict[str, Step]:
     step_by_tool: dict[str, Step] = {}
     for tool in tools:
         try:
-            step_by_tool[tool + " compiled" * compiled] = make_step(name, tool, compiled)
-        except Exception as error:  # a rival that is absent or cannot do a model stops nothing
+            step_by_tool[tool + " compiled" * compiled] = make_step(
+                name, tool, compiled
+            )
+        except (
+            Exception
+        ) as error:  # a rival that is absent or cannot do a model stops nothing
             if tool in ("fp32", "torchq"):
                 raise
-            print(f"left out of {name}: {tool} ({type(error).__name__})", file=sys.stderr)
+            print(
+                f"left out of {name}: {tool} ({type(error).__name__})", file=sys.stderr
+            )
     return step_by_tool
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parser(__doc__)
-    options.add_argument("--models", default=",".join(MODELS), help="default: %(default)s")
-    options.add_argument("--tools", default=",".join(TOOLS), help="default: %(default)s")
+    options.add_argument(
+        "--models", default=",".join(MODELS), help="default: %(default)s"
+    )
+    options.add_argument(
+        "--tools", default=",".join(TOOLS), help="default: %(default)s"
+    )
     modes = "of eager, compiled (needs a C++ compiler); default: %(default)s"
     options.add_argument("--modes", default="eager", help=modes)
     chosen = parse(options, argv)
@@ -166,7 +189,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 compiled = mode == "compiled"
                 step_by_tool = steps(name, chosen.tools.split(","), compiled)
                 baseline = "fp32" + " compiled" * compiled
-                for row in compare(step_by_tool, baseline=baseline, clock=clock, **timing(chosen)):
+                for row in compare(
+                    step_by_tool, baseline=baseline, clock=clock, **timing(chosen)
+                ):
                     report.timing(row, model=name, mode=mode, clock=clock.__name__)
 
 

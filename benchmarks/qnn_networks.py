@@ -39,7 +39,11 @@ from torchq.runtimes import Qnn
 from torchq.utils.text import table
 
 NETWORKS = [
-    *("torchvision/resnet18", "torchvision/resnext50_32x4d", "torchvision/wide_resnet50_2"),
+    *(
+        "torchvision/resnet18",
+        "torchvision/resnext50_32x4d",
+        "torchvision/wide_resnet50_2",
+    ),
     *("torchvision/vgg11_bn", "torchvision/alexnet", "torchvision/squeezenet1_1"),
     *("torchvision/googlenet", "torchvision/inception_v3", "torchvision/densenet121"),
     *("torchvision/mobilenet_v2", "torchvision/mobilenet_v3_small"),
@@ -47,7 +51,10 @@ NETWORKS = [
     *("torchvision/efficientnet_b0", "torchvision/regnet_x_400mf"),
     *("torchvision/regnet_y_400mf", "torchvision/convnext_tiny", "torchvision/swin_t"),
     *("torchvision/vit_b_32", "torchvision/fcn_resnet50"),
-    *("torchvision/lraspp_mobilenet_v3_large", "torchvision/deeplabv3_mobilenet_v3_large"),
+    *(
+        "torchvision/lraspp_mobilenet_v3_large",
+        "torchvision/deeplabv3_mobilenet_v3_large",
+    ),
     *("unet", "gru", "bert"),
 ]
 #: Pixels of a side where smaller images make their average pools windows of unequal sizes.
@@ -76,7 +83,9 @@ def network(name: str) -> tuple[nn.Module, torch.Tensor]:
     if name == "gru":
         return Recurrent().eval(), torch.randn(_IMAGES, 12, 16)
     if name == "bert":
-        layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, activation="gelu")
+        layer = nn.TransformerEncoderLayer(
+            64, 4, 128, batch_first=True, activation="gelu"
+        )
         return nn.TransformerEncoder(layer, 2).eval(), torch.randn(_IMAGES, 16, 64)
     entry = build(name)
     for module in entry.model.modules():
@@ -107,14 +116,20 @@ def measure(name: str, soc: str, limit: float) -> dict[str, Any]:
     torchq.fuse_(model, images[:1], progress=False)
     simulated = copy.deepcopy(model)
     runtime = Qnn(soc=soc, limit=limit)
-    plan = torchq.quantize_(simulated, target=runtime, example=images[:1], progress=False)
+    plan = torchq.quantize_(
+        simulated, target=runtime, example=images[:1], progress=False
+    )
     torchq.calibrate(simulated, [images], progress=False)
     share = 0.0 if plan.share is None else round(plan.share.quantized, 4)
     row: dict[str, Any] = {"network": name, "soc": soc, "share": share}
     began = time.perf_counter()
     try:
-        emulated = torchq.deploy(simulated, images[:1], target=runtime, check=False, progress=False)
-        outcome = [torch.cat(parts) for parts in zip(*_by_image(emulated, images), strict=True)]
+        emulated = torchq.deploy(
+            simulated, images[:1], target=runtime, check=False, progress=False
+        )
+        outcome = [
+            torch.cat(parts) for parts in zip(*_by_image(emulated, images), strict=True)
+        ]
     except TorchqError as error:
         return {**row, "whole": False, "reason": str(error)[:500]}
     row["seconds"] = round(time.perf_counter() - began, 1)
@@ -149,13 +164,27 @@ def print_table(path: Path) -> None:
     for row in rows:
         if not row["whole"]:
             lines.append(
-                (row["network"], "no", f"{row['share']:.1%}", "", "", "", row["reason"][:60])
+                (
+                    row["network"],
+                    "no",
+                    f"{row['share']:.1%}",
+                    "",
+                    "",
+                    "",
+                    row["reason"][:60],
+                )
             )
             continue
         levels = ("emulator_to_simulation", "emulator_to_float", "simulation_to_float")
         figures = (f"{row[key]:.1f}" for key in levels)
         lines.append(
-            (row["network"], "yes", f"{row['share']:.1%}", f"{row['seconds']:.0f}", *figures)
+            (
+                row["network"],
+                "yes",
+                f"{row['share']:.1%}",
+                f"{row['seconds']:.0f}",
+                *figures,
+            )
         )
     whole = sum(row["whole"] for row in rows)
     print(table(lines, f"{whole} of {len(rows)} whole"))
@@ -164,8 +193,12 @@ def print_table(path: Path) -> None:
 def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser(__doc__)
     options.add_argument("--only", default="*", help="a pattern of names")
-    options.add_argument("--soc", default="43", help="the chip, a key of torchq.runtimes.qnn.CHIPS")
-    options.add_argument("--limit", type=float, default=200.0, help="seconds of a compile")
+    options.add_argument(
+        "--soc", default="43", help="the chip, a key of torchq.runtimes.qnn.CHIPS"
+    )
+    options.add_argument(
+        "--limit", type=float, default=200.0, help="seconds of a compile"
+    )
     options.add_argument("--table", action="store_true", help="print the rows of --out")
     return parse(options, argv)
 
@@ -178,7 +211,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     done = finished_rows(options.out, *_KEY)
     warnings.simplefilter("ignore")
-    with Reporter("qnn_networks", options.out, ("onnxruntime", "onnxruntime-qnn")) as report:
+    with Reporter(
+        "qnn_networks", options.out, ("onnxruntime", "onnxruntime-qnn")
+    ) as report:
         for name in NETWORKS:
             if (name, options.soc) not in done and fnmatchcase(name, options.only):
                 report.value(**measure(name, options.soc, options.limit))

@@ -97,7 +97,10 @@ class Detector(nn.Module):
 
 
 def _anchors(levels: list[Tensor], size: int) -> Tensor:
-    rows = [level.permute(0, 2, 3, 1).flatten(1).unflatten(1, (-1, size)) for level in levels]
+    rows = [
+        level.permute(0, 2, 3, 1).flatten(1).unflatten(1, (-1, size))
+        for level in levels
+    ]
     return torch.cat(rows, 1)
 
 
@@ -112,13 +115,17 @@ def networks(data: Path | None) -> Iterator[tuple[str, Callable[[], nn.Module], 
         yield cls.__name__.lower(), lambda cls=cls: cls().eval(), 32
 
 
-def images(data: Path | None, size: int, count: int) -> tuple[list[Tensor], list[Tensor]]:
+def images(
+    data: Path | None, size: int, count: int
+) -> tuple[list[Tensor], list[Tensor]]:
     """Return batches to calibrate with, and others to compare on."""
     torch.manual_seed(0)
     splits = [torch.randn(count, 3, 32, 32) for _ in range(2)]
     if data is not None:
         splits = [read_split(data, split, count).images for split in ("train", "test")]
-    first, second = (list(F.interpolate(x, size=(size, size)).split(16)) for x in splits)
+    first, second = (
+        list(F.interpolate(x, size=(size, size)).split(16)) for x in splits
+    )
     return first, second
 
 
@@ -162,14 +169,18 @@ def compared(
 def main() -> None:
     """Compare every network that ``--networks`` names, and print one table."""
     command = parser(__doc__)
-    command.add_argument("--data", type=Path, help="folder of the images and trained weights")
+    command.add_argument(
+        "--data", type=Path, help="folder of the images and trained weights"
+    )
     command.add_argument("--images", type=int, default=64, help="images to compare on")
     command.add_argument("--networks", nargs="*", help="these alone; default all")
     command.add_argument("--recipes", nargs="*", default=list(RECIPES))
     command.add_argument("--targets", nargs="*", default=TARGETS)
     options = parse(command)
     rows = []
-    with Reporter("same_codes", options.out, ["onnx", "onnxruntime", "openvino"]) as report:
+    with Reporter(
+        "same_codes", options.out, ["onnx", "onnxruntime", "openvino"]
+    ) as report:
         for name, make, size in networks(options.data):
             if options.networks and name not in options.networks:
                 continue

@@ -61,7 +61,9 @@ def images(count: int, seed: int) -> Tensor:
     return torch.stack([scene(generator)[0] for _ in range(count)])
 
 
-def _block(inputs: int, outputs: int, stride: int, act: type[nn.Module]) -> nn.Sequential:
+def _block(
+    inputs: int, outputs: int, stride: int, act: type[nn.Module]
+) -> nn.Sequential:
     return nn.Sequential(
         nn.Conv2d(inputs, inputs, 3, stride, 1, groups=inputs),
         act(),
@@ -76,11 +78,17 @@ class Detector(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        stem = nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16, eps=1e-3), nn.Hardswish()
+        stem = (
+            nn.Conv2d(3, 16, 3, 2, 1, bias=False),
+            nn.BatchNorm2d(16, eps=1e-3),
+            nn.Hardswish(),
+        )
         self.down = nn.Sequential(
             *stem, _block(16, 32, 2, nn.Hardswish), _block(32, 64, 2, nn.SiLU)
         )
-        self.deep = nn.Sequential(_block(64, 64, 1, nn.SiLU), _block(64, 64, 1, nn.SiLU))
+        self.deep = nn.Sequential(
+            _block(64, 64, 1, nn.SiLU), _block(64, 64, 1, nn.SiLU)
+        )
         self.boxes = nn.Sequential(_block(64, 64, 1, nn.SiLU), nn.Conv2d(64, 4, 1))
         self.kinds = nn.Sequential(_block(64, 64, 1, nn.SiLU), nn.Conv2d(64, KINDS, 1))
         nn.init.constant_(self.kinds[-1].bias, -3.0)
@@ -110,7 +118,9 @@ def _targets(boxes: Tensor, kinds: Tensor) -> tuple[Tensor, Tensor]:
     target_boxes = torch.zeros(4, CELLS**2)
     kind = torch.zeros(KINDS, CELLS**2)
     for i in range(len(boxes)):  # later objects cover earlier ones, as in the image
-        near = ((columns - middle[i, 0]).abs() < _STRIDE) & ((rows - middle[i, 1]).abs() < _STRIDE)
+        near = ((columns - middle[i, 0]).abs() < _STRIDE) & (
+            (rows - middle[i, 1]).abs() < _STRIDE
+        )
         target_boxes[:, near] = torch.cat([middle[i], size[i]])[:, None]
         kind[:, near] = F.one_hot(kinds[i], KINDS).float()[:, None]
     return target_boxes, kind
@@ -120,7 +130,9 @@ def _scenes(count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return images, and what each cell should return."""
     generator = torch.Generator().manual_seed(seed)
     rows = [scene(generator) for _ in range(count)]
-    target_boxes, kinds = zip(*(_targets(boxes, kinds) for _, boxes, kinds in rows), strict=True)
+    target_boxes, kinds = zip(
+        *(_targets(boxes, kinds) for _, boxes, kinds in rows), strict=True
+    )
     return (
         torch.stack([image for image, _, _ in rows]),
         torch.stack(target_boxes),
@@ -132,7 +144,9 @@ def fit_detector(model: Detector, steps: int, seed: int = 0) -> None:
     """Train in place, and end in eval mode."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=1e-4)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps + 1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 3e-3, total_steps=steps + 1
+    )
     rows = _scenes(min(_SCENES, steps * _BATCH), seed)
     for _ in progress_bar(range(steps), description="train", unit="step"):
         index = torch.randint(len(rows[0]), (_BATCH,))

@@ -41,7 +41,13 @@ from benchmarks.zoo_checks import CHECKS, run_checks
 from benchmarks.zoo_models import LIBRARIES, load, names
 
 Row = dict[str, Any]
-PEERS = ("timm", "transformers", "ultralytics", "segmentation-models-pytorch", "onnxruntime")
+PEERS = (
+    "timm",
+    "transformers",
+    "ultralytics",
+    "segmentation-models-pytorch",
+    "onnxruntime",
+)
 
 
 def run_one(name: str, checks: Sequence[str], limit: float, memory: float) -> Row:
@@ -77,12 +83,17 @@ def run_one(name: str, checks: Sequence[str], limit: float, memory: float) -> Ro
 _END = {0: "", None: "time limit on the clock", -signal.SIGXCPU: "time limit"}
 
 
-def _work(name: str, checks: Sequence[str], limit: float, memory: float, path: Path) -> None:
+def _work(
+    name: str, checks: Sequence[str], limit: float, memory: float, path: Path
+) -> None:
     """Run checks in this process, with limits, and write their fields to a file as they come."""
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_DATA, 2 * (int(memory * 2**30),))
     resource.setrlimit(resource.RLIMIT_CPU, (int(limit), int(limit) + 5))
-    with path.open("w", encoding="utf-8") as file, contextlib.redirect_stdout(sys.stderr):
+    with (
+        path.open("w", encoding="utf-8") as file,
+        contextlib.redirect_stdout(sys.stderr),
+    ):
         for fields in run_checks(name, checks):
             print(json.dumps(fields), file=file, flush=True)
 
@@ -137,17 +148,35 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/sweep_zoo.jsonl"))
-    parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=list(LIBRARIES))
-    parser.add_argument("--match", default="", help="only networks whose name contains this")
-    parser.add_argument("--sample", type=int, help="only this many networks of each library")
+    parser.add_argument(
+        "--out", type=Path, default=Path("benchmarks/results/sweep_zoo.jsonl")
+    )
+    parser.add_argument(
+        "--libraries", nargs="+", choices=LIBRARIES, default=list(LIBRARIES)
+    )
+    parser.add_argument(
+        "--match", default="", help="only networks whose name contains this"
+    )
+    parser.add_argument(
+        "--sample", type=int, help="only this many networks of each library"
+    )
     parser.add_argument("--checks", nargs="+", choices=CHECKS, default=list(CHECKS))
-    parser.add_argument("--limit", type=float, default=240, help="processor seconds of a network")
+    parser.add_argument(
+        "--limit", type=float, default=240, help="processor seconds of a network"
+    )
     parser.add_argument("--memory", type=float, default=8, help="GiB for each network")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin none after this")
-    parser.add_argument("--again", action="store_true", help="make checks with a result too")
-    parser.add_argument("--retry", action="store_true", help="make checks that failed again")
-    parser.add_argument("--table", action="store_true", help="print the results, run nothing")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="begin none after this"
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="make checks with a result too"
+    )
+    parser.add_argument(
+        "--retry", action="store_true", help="make checks that failed again"
+    )
+    parser.add_argument(
+        "--table", action="store_true", help="print the results, run nothing"
+    )
     options = parser.parse_args(argv)
     if not options.table:
         _sweep(options)

@@ -25,7 +25,13 @@ from torch import Tensor, nn
 import torchq
 from benchmarks.cifar import Images, accuracy, logits, read_split, resnet20
 from benchmarks.harness import Reporter, finished_rows, parse, parser
-from torchq.qat import Distillation, learn_ranges_, param_groups, prepare, reestimate_bn_
+from torchq.qat import (
+    Distillation,
+    learn_ranges_,
+    param_groups,
+    prepare,
+    reestimate_bn_,
+)
 from torchq.utils import progress_bar
 
 _BATCH = 64
@@ -73,7 +79,9 @@ def fit(
         index = torch.randint(len(data.labels), (_BATCH,), generator=generator)
         images, labels = data.augmented(index, generator)
         y = (run or model)(images)
-        loss = F.cross_entropy(y, labels) if distillation is None else distillation.loss()
+        loss = (
+            F.cross_entropy(y, labels) if distillation is None else distillation.loss()
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -124,9 +132,15 @@ _TRAINED = {
 _CASES = [
     ("resnet20", "fp32", "fp32"),
     ("resnet20", "w4a4", "lsq, distilled"),
-    *(("resnet20", "w8a8", f"ptq {how}") for how in ("max", "percentile", "mse", "entropy")),
+    *(
+        ("resnet20", "w8a8", f"ptq {how}")
+        for how in ("max", "percentile", "mse", "entropy")
+    ),
     *(("resnet20", widths, "ptq mse") for widths in _TRAINED if widths != "w8a8"),
-    *(("resnet20", widths, "lsq, distilled") for widths in ("w2a2", "w3a3", "w4a8", "w8a8")),
+    *(
+        ("resnet20", widths, "lsq, distilled")
+        for widths in ("w2a2", "w3a3", "w4a8", "w8a8")
+    ),
     *(("resnet20", "w4a4", _SHORT + method) for method in _METHODS),
 ]
 
@@ -140,7 +154,9 @@ def with_training(options: argparse.Namespace, report: Reporter) -> None:
     for seed in options.seeds:
         for network, widths, method in _CASES:
             draws = not method.startswith(("ptq", "fp32"))
-            row = dict(zip(key, (network, widths, method, seed, options.images), strict=True))
+            row = dict(
+                zip(key, (network, widths, method, seed, options.images), strict=True)
+            )
             if (seed and not draws) or tuple(row.values()) in done:
                 continue
             if fnmatchcase(f"{network} {widths} {method}", options.only):
@@ -169,16 +185,34 @@ def _train(
         lr = _SHORT_LR
         method = _METHODS[name.removeprefix(_SHORT)]
     steps = 1 if options.quick else round(steps * options.scale)
-    prepare(model, batches, _recipe(widths, not is_short, method.per_channel), progress=False)
-    if is_short:  # the quantizers with few bits; those of the first and the last layer have 8
-        for kind, how in (("weight", method.weight_ranges), ("input", method.input_ranges)):
+    prepare(
+        model,
+        batches,
+        _recipe(widths, not is_short, method.per_channel),
+        progress=False,
+    )
+    if (
+        is_short
+    ):  # the quantizers with few bits; those of the first and the last layer have 8
+        for kind, how in (
+            ("weight", method.weight_ranges),
+            ("input", method.input_ranges),
+        ):
             if how is not None:
                 learn_ranges_(model, how, f"layer*.{kind}_quantizer")
     speed = method.input_range_speed
-    training = Training(steps, lr, seed=row["seed"], input_range_lr=speed and speed * lr)
+    training = Training(
+        steps, lr, seed=row["seed"], input_range_lr=speed and speed * lr
+    )
     student, twin = (_Autocast(m) if options.bf16 else m for m in (model, teacher))
     with Distillation(student, twin, temperature=4.0) as distillation:
-        fit(model, data, training, student, None if method.loss == "labels" else distillation)
+        fit(
+            model,
+            data,
+            training,
+            student,
+            None if method.loss == "labels" else distillation,
+        )
     reestimate_bn_(model, batches, progress=False)
     torchq.fuse_(model, batches[0], progress=False)
     return {"steps": steps, "lr": lr, "bf16": options.bf16}
@@ -211,11 +245,17 @@ class _Autocast(nn.Module):
 def main(argv: Sequence[str] | None = None) -> None:
     """Print one line for each case."""
     options = parser(__doc__)
-    options.add_argument("--data", type=Path, required=True, help="folder with tars and weights")
+    options.add_argument(
+        "--data", type=Path, required=True, help="folder with tars and weights"
+    )
     options.add_argument("--images", type=int, default=10_000, help="test images")
     options.add_argument("--seeds", type=int, nargs="+", default=[0])
-    options.add_argument("--only", default="*", help="'NETWORK WIDTHS METHOD' with stars")
-    options.add_argument("--scale", type=float, default=1.0, help="multiplies all steps")
+    options.add_argument(
+        "--only", default="*", help="'NETWORK WIDTHS METHOD' with stars"
+    )
+    options.add_argument(
+        "--scale", type=float, default=1.0, help="multiplies all steps"
+    )
     fast = "train images compiled, with autocast to bfloat16"
     options.add_argument("--bf16", action="store_true", help=fast)
     chosen = parse(options, argv)

@@ -83,7 +83,11 @@ class Subject:
         """ONNX Runtime with the exported copy."""
         self.exporter = _export(
             lambda dynamo: torchq.export_onnx(
-                self.targeted, self.entry.example, self.path, target="onnxruntime", dynamo=dynamo
+                self.targeted,
+                self.entry.example,
+                self.path,
+                target="onnxruntime",
+                dynamo=dynamo,
             )
         )
         return _session(self.path)
@@ -93,7 +97,9 @@ class Subject:
         """The least agreement with the simulation that rounding explains, in dB."""
         expected = outputs(self.targeted, self.entry.example)
         ratios = [
-            worst_decibels(with_rounding(self.targeted, self.entry.example, seed), expected)
+            worst_decibels(
+                with_rounding(self.targeted, self.entry.example, seed), expected
+            )
             for seed in range(3)
         ]
         return min(ENOUGH_DB, min(ratios) - MARGIN_DB)
@@ -103,7 +109,9 @@ class Subject:
         model = copy.deepcopy(self.fused)
         example = self.entry.example if target else None
         torchq.quantize_(model, target=target, example=example)
-        torchq.calibrate(model, [self.entry.example], progress=False, on_unseen="disable")
+        torchq.calibrate(
+            model, [self.entry.example], progress=False, on_unseen="disable"
+        )
         return model
 
 
@@ -122,7 +130,9 @@ def check_plan(subject: Subject) -> Fields:
     torchq.plan(subject.model)
     torchq.plan(subject.model, target="onnxruntime")
     after = state(subject.model)
-    changed = [key for key in before.keys() | after.keys() if before.get(key) != after.get(key)]
+    changed = [
+        key for key in before.keys() | after.keys() if before.get(key) != after.get(key)
+    ]
     return {"plan": verdict(not changed, f"changed {', '.join(sorted(changed)[:3])}")}
 
 
@@ -131,7 +141,9 @@ def check_quantize(subject: Subject) -> Fields:
     model = copy.deepcopy(subject.model)
     total = count(model, lambda: call(model, subject.entry.example)).total
     report = torchq.quantize_(model)
-    torchq.calibrate(model, [subject.entry.example], progress=False, on_unseen="disable")
+    torchq.calibrate(
+        model, [subject.entry.example], progress=False, on_unseen="disable"
+    )
     still_float = count(model, lambda: call(model, subject.entry.example)).floating
     modules = dict(model.named_modules())
     weighted = [
@@ -183,7 +195,9 @@ def check_restore(subject: Subject) -> Fields:
     good = class_of_each_path(model) == class_of_each_path(subject.fused)
     example = subject.entry.example
     equal = same(outputs(model, example), outputs(subject.fused, example))
-    return {"restore": verdict(good and equal, "bits differ" if good else "classes differ")}
+    return {
+        "restore": verdict(good and equal, "bits differ" if good else "classes differ")
+    }
 
 
 def check_save(subject: Subject) -> Fields:
@@ -216,13 +230,17 @@ def check_export(subject: Subject) -> Fields:
             raise
         return {"export": FLOAT_FAILS, "exporter": subject.exporter}
     expected = outputs(subject.targeted, subject.entry.example)
-    ratio = worst_decibels([torch.from_numpy(array) for array in results], expected[: len(results)])
+    ratio = worst_decibels(
+        [torch.from_numpy(array) for array in results], expected[: len(results)]
+    )
     least = subject.agreement_db
     fields = {"export_db": ratio, "exporter": subject.exporter}
     if ratio <= least:
         # A file for ONNX Runtime has unsigned codes, which are finer where nothing is negative, and
         # its integer kernels round sums and means of their own.
-        report = torchq.verify_onnx(subject.targeted, subject.path, [subject.entry.example])
+        report = torchq.verify_onnx(
+            subject.targeted, subject.path, [subject.entry.example]
+        )
         ratio = min(round(o.sqnr_db, 1) for o in report.outputs) if report.ok else ratio
         fields["export_types_db"] = ratio
     problem = f"{ratio} dB, rounding explains {least}"
@@ -253,7 +271,9 @@ def _runs_in_float(subject: Subject) -> bool:
 
 
 def _float_session(model: nn.Module, example: Any) -> Any:
-    args, kwargs = ((example,), {}) if isinstance(example, Tensor) else ((), dict(example))
+    args, kwargs = (
+        ((example,), {}) if isinstance(example, Tensor) else ((), dict(example))
+    )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "float.onnx"
         _export(
@@ -281,10 +301,16 @@ def _feeds(session: Any, example: Any) -> dict[str, Any]:
 def check_deploy(subject: Subject) -> Fields:
     """Check that integer kernels agree with the simulation."""
     example = subject.entry.example
-    ratio = worst_decibels(outputs(subject.deployed, example), outputs(subject.targeted, example))
+    ratio = worst_decibels(
+        outputs(subject.deployed, example), outputs(subject.targeted, example)
+    )
     least = subject.agreement_db
     problem = f"{ratio} dB, rounding explains {least}"
-    return {"deploy": verdict(ratio > least, problem), "deploy_db": ratio, "rounding_db": least}
+    return {
+        "deploy": verdict(ratio > least, problem),
+        "deploy_db": ratio,
+        "rounding_db": least,
+    }
 
 
 CHECKS: dict[str, Callable[[Subject], Fields]] = {

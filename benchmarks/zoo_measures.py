@@ -36,7 +36,11 @@ def outputs(model: nn.Module, batch: Any) -> list[Tensor]:
         result = call(model, batch)
     if not isinstance(result, Tensor | tuple | list | dict):
         result = dict(result) if hasattr(result, "keys") else vars(result)
-    return [leaf.detach().clone() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    return [
+        leaf.detach().clone()
+        for leaf in tree_leaves(result)
+        if isinstance(leaf, Tensor)
+    ]
 
 
 def with_rounding(model: nn.Module, batch: Any, seed: int) -> list[Tensor]:
@@ -48,7 +52,9 @@ def with_rounding(model: nn.Module, batch: Any, seed: int) -> list[Tensor]:
             return result
         return result * (1 + ROUNDING * torch.randn(result.shape, generator=generator))
 
-    layers = [m for m in model.modules() if isinstance(m, QuantModule) and not m.is_container]
+    layers = [
+        m for m in model.modules() if isinstance(m, QuantModule) and not m.is_container
+    ]
     hooks = [layer.register_forward_hook(change) for layer in layers]
     try:
         return outputs(model, batch)
@@ -98,7 +104,9 @@ def class_of_each_path(model: nn.Module) -> dict[str, tuple[type, bool]]:
 
 def checksum(tensor: Tensor) -> int:
     """Return a number that tells the values of a dense tensor on the CPU from other ones."""
-    return zlib.crc32(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)
+    return zlib.crc32(
+        tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data
+    )
 
 
 def state(model: nn.Module) -> dict[str, Any]:
@@ -117,8 +125,19 @@ def state(model: nn.Module) -> dict[str, Any]:
 
 # --- products with weights ------------------------------------------------------------------------
 
-PRODUCTS = {"convolution", "addmm", "mm", "bmm", "baddbmm", "linear", "_trilinear", "mkldnn_linear"}
-TOLERANCE = 1e-3  # of a code; float32 rounding of scale and quotient is below 1e-4 for 8 bits
+PRODUCTS = {
+    "convolution",
+    "addmm",
+    "mm",
+    "bmm",
+    "baddbmm",
+    "linear",
+    "_trilinear",
+    "mkldnn_linear",
+}
+TOLERANCE = (
+    1e-3  # of a code; float32 rounding of scale and quotient is below 1e-4 for 8 bits
+)
 
 
 def on_grid(weight: Tensor) -> bool:
@@ -169,7 +188,9 @@ class WeightCalls(TorchDispatchMode):
             if not kinds and "rand" not in function.overloadpacket.__name__:
                 self._constants.add(output)
             elif kinds and all(weight or constant for weight, constant in kinds):
-                (self._weights if any(w for w, _ in kinds) else self._constants).add(output)
+                (self._weights if any(w for w, _ in kinds) else self._constants).add(
+                    output
+                )
         return result
 
     def _count(self, weights: list[Tensor]) -> None:

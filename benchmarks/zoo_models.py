@@ -54,7 +54,9 @@ r2plus1d_18 swin3d_t mvit_v2_s raft_small
 """
 # Detectors and segmenters: their backbones have weights of their own.
 DETECTORS = {
-    key for key in TORCHVISION.split() if re.search("rcnn|deeplab|fc|lraspp|ssd|retina", key)
+    key
+    for key in TORCHVISION.split()
+    if re.search("rcnn|deeplab|fc|lraspp|ssd|retina", key)
 }
 VIDEO = {"r3d_18", "mc3_18", "r2plus1d_18", "swin3d_t"}
 
@@ -76,7 +78,9 @@ def _torchvision(key: str) -> Entry:
         frames = torch.randn(1, 3, 128, 128)
         return Entry(model.eval(), {"image1": frames, "image2": frames.flip(3)}, None)
     if key in VIDEO:
-        return Entry(model.eval(), torch.randn(1, 3, 8, 56, 56), torch.randn(2, 3, 8, 64, 64))
+        return Entry(
+            model.eval(), torch.randn(1, 3, 8, 56, 56), torch.randn(2, 3, 8, 64, 64)
+        )
     size = TORCHVISION_SIZES.get(key, options.get("image_size", 64))
     fixed = key in ("maxvit_t", "vit_b_32")
     if key not in DETECTORS:
@@ -100,7 +104,9 @@ def _mvit() -> nn.Module:
         spatial_size=(64, 64),
         temporal_size=8,
         block_setting=[
-            MSBlockConfig(heads, inputs, outputs, kernel, kernel, stride_of_q, stride_of_kv)
+            MSBlockConfig(
+                heads, inputs, outputs, kernel, kernel, stride_of_q, stride_of_kv
+            )
             for heads, inputs, outputs, stride_of_q, stride_of_kv in blocks
         ],
         residual_pool=True,
@@ -113,7 +119,9 @@ def _mvit() -> nn.Module:
 def _images(model: nn.Module, size: int, fixed: bool = False) -> Entry:
     """Return an entry whose batches are images; with ``fixed`` only the batch size changes."""
     example = torch.randn(2, 3, size, size)
-    return Entry(model.eval(), example, torch.randn(3, 3, *(2 * [size if fixed else size + 32])))
+    return Entry(
+        model.eval(), example, torch.randn(3, 3, *(2 * [size if fixed else size + 32]))
+    )
 
 
 # --- timm ----------------------------------------------------------------------------------------
@@ -128,7 +136,9 @@ small s m0 0 1 18 10 26 34 050 100 base
 def _timm_rank(name: str) -> tuple[int, int, str]:
     words = set(re.split(r"[_.]|(?<=[a-z])(?=\d)", name))
     small = SMALL.split()
-    place = min((i for i, word in enumerate(small) if word in words), default=len(small))
+    place = min(
+        (i for i, word in enumerate(small) if word in words), default=len(small)
+    )
     numbers = [int(n) for n in re.findall(r"\d+", name)]
     return place, sum(numbers), name
 
@@ -186,7 +196,12 @@ yolov9t yolov10n yolo11n yolo11n-seg yolo11n-cls yolo12n yolov8-world yolov8-gho
 def _ultralytics(key: str) -> Entry:
     from ultralytics.nn import tasks
 
-    kinds = {"-seg": "Segmentation", "-cls": "Classification", "-pose": "Pose", "-obb": "OBB"}
+    kinds = {
+        "-seg": "Segmentation",
+        "-cls": "Classification",
+        "-pose": "Pose",
+        "-obb": "OBB",
+    }
     kinds |= {"-world": "World", "rtdetr": "RTDETRDetection"}
     kind = next((kind for part, kind in kinds.items() if part in key), "Detection")
     model = getattr(tasks, f"{kind}Model")(f"{key}.yaml", verbose=False)
@@ -196,14 +211,17 @@ def _ultralytics(key: str) -> Entry:
 # --- segmentation-models-pytorch ----------------------------------------------------------------
 
 SEGMENTERS = (
-    "Unet UnetPlusPlus MAnet Linknet FPN PSPNet PAN DeepLabV3 DeepLabV3Plus UPerNet Segformer"
+    "Unet UnetPlusPlus MAnet Linknet FPN PSPNet PAN DeepLabV3 DeepLabV3Plus UPerNet "
+    "Segformer"
 )
 
 
 def _smp(key: str) -> Entry:
     import segmentation_models_pytorch as smp
 
-    size = 128 if key == "PAN" else 96  # PAN halves the last of its features three times.
+    size = (
+        128 if key == "PAN" else 96
+    )  # PAN halves the last of its features three times.
     return _images(getattr(smp, key)("resnet18", encoder_weights=None), size)
 
 
@@ -218,7 +236,13 @@ SHARED: dict[str, dict[str, Any]] = {
     "grouped": {**_WORDS, "num_key_value_heads": 2},
     "vision": {**_LAYERS, "intermediate_size": 128, "image_size": 64, "patch_size": 16},
     "gpt": {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 200},
-    "t5": {"d_model": 64, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 200},
+    "t5": {
+        "d_model": 64,
+        "d_ff": 128,
+        "num_layers": 2,
+        "num_heads": 4,
+        "vocab_size": 200,
+    },
     "bart": {
         "d_model": 64,
         "vocab_size": 200,
@@ -319,7 +343,9 @@ DPTForDepthEstimation hidden_size=64 num_hidden_layers=4 num_attention_heads=4 \
 Wav2Vec2ForCTC speech
 HubertForCTC speech
 """
-HUGGING_FACE = {line.split()[0]: line.split()[1:] for line in ARCHITECTURES.strip().splitlines()}
+HUGGING_FACE = {
+    line.split()[0]: line.split()[1:] for line in ARCHITECTURES.strip().splitlines()
+}
 
 
 def _transformers(key: str) -> Entry:
@@ -365,7 +391,10 @@ def shortened(model: nn.Module, *example: Any) -> nn.Module:
     small = copy.deepcopy(model)
     for parent in small.modules():
         for name, child in parent.named_children():
-            if isinstance(child, nn.Sequential | nn.ModuleList) and type(child) in CONTAINERS:
+            if (
+                isinstance(child, nn.Sequential | nn.ModuleList)
+                and type(child) in CONTAINERS
+            ):
                 setattr(parent, name, _cut(child))
     try:
         with torch.no_grad():
@@ -422,7 +451,10 @@ def load(library: str) -> None:
         importlib.import_module(_MODULES.get(library, LIBRARIES[library][0]))
 
 
-_MODULES = {"ultralytics": "ultralytics.nn.tasks", "transformers": "transformers.modeling_utils"}
+_MODULES = {
+    "ultralytics": "ultralytics.nn.tasks",
+    "transformers": "transformers.modeling_utils",
+}
 
 
 def build(name: str) -> Entry:
@@ -436,7 +468,11 @@ def build(name: str) -> Entry:
 
 def _collect_statistics(entry: Entry) -> None:
     """Collect running statistics on the example, without which random networks explode."""
-    norms = [m for m in entry.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    norms = [
+        m
+        for m in entry.model.modules()
+        if isinstance(m, nn.modules.batchnorm._BatchNorm)
+    ]
     for norm in norms:
         norm.train()
         norm.momentum = 0.5
@@ -444,7 +480,9 @@ def _collect_statistics(entry: Entry) -> None:
         with torch.no_grad():
             for _ in range(4):
                 call(entry.model, entry.example)
-    except ValueError:  # one value per channel: this network keeps its initial statistics
+    except (
+        ValueError
+    ):  # one value per channel: this network keeps its initial statistics
         for norm in norms:
             norm.reset_running_stats()
     entry.model.eval()

@@ -60,10 +60,14 @@ autosummary_imported_members = True
 suppress_warnings = ["ref.python"]
 
 
-def of_torch(app: Any, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool:
+def of_torch(
+    app: Any, what: str, name: str, obj: Any, skip: bool, options: Any
+) -> bool:
     """Leave out what a class only borrows from torch."""
     del app, what, name, options
-    borrowed = inspect.isbuiltin(obj) or str(getattr(obj, "__module__", "")).startswith("torch.")
+    borrowed = inspect.isbuiltin(obj) or str(getattr(obj, "__module__", "")).startswith(
+        "torch."
+    )
     return skip or borrowed
 
 

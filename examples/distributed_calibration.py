@@ -20,18 +20,24 @@ def network() -> nn.Module:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batches", type=int, default=8, help="of all processes together")
+    parser.add_argument(
+        "--batches", type=int, default=8, help="of all processes together"
+    )
     options = parser.parse_args()
 
     distributed.init_process_group("gloo")
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
     generator = torch.Generator().manual_seed(1)
-    data = [torch.randn(4, 3, 16, 16, generator=generator) for _ in range(options.batches)]
+    data = [
+        torch.randn(4, 3, 16, 16, generator=generator) for _ in range(options.batches)
+    ]
 
     model = network()
     torchq.quantize_(model, torchq.recipes.int8())
     group = distributed.group.WORLD
-    torchq.calibrate(model, data[rank::ranks], method="entropy", group=group, progress=False)
+    torchq.calibrate(
+        model, data[rank::ranks], method="entropy", group=group, progress=False
+    )
 
     # One process that sees all the data finds the same ranges, to the last bit.
     alone = network()

@@ -38,7 +38,9 @@ def main() -> None:
 
     distributed.init_process_group("gloo")  # "nccl" on GPUs
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
-    generator = torch.Generator().manual_seed(rank)  # Each process draws data of its own.
+    generator = torch.Generator().manual_seed(
+        rank
+    )  # Each process draws data of its own.
 
     # All processes calibrate together, so that they start from the same ranges.
     model = network()
@@ -70,7 +72,9 @@ def main() -> None:
     distributed.all_gather(others, logits)
     same = all(torch.equal(other, logits) for other in others)
     correct = (logits.argmax(1) == labels).sum().item()
-    print(f"rank {rank} of {ranks}: {correct} of 16 right, {'equal' if same else 'different'}")
+    print(
+        f"rank {rank} of {ranks}: {correct} of 16 right, {'equal' if same else 'different'}"
+    )
     distributed.barrier()  # No process leaves while another still works for the group.
     distributed.destroy_process_group()
 

@@ -59,10 +59,15 @@ def main() -> None:
     print(ranking)
     worst = ranking.worst(2)
     eight = torchq.recipes.int8().rules
-    rules = [torchq.Rule(name, input=eight[0].input, weight=eight[0].weight) for name in worst]
+    rules = [
+        torchq.Rule(name, input=eight[0].input, weight=eight[0].weight)
+        for name in worst
+    ]
     torchq.quantize_(model, few.with_rules(*rules))
     torchq.calibrate(model, batches, progress=False)
-    print(f"{options.bits} bits, and 8 in {' and '.join(worst)}: {accuracy(model, *test)}")
+    print(
+        f"{options.bits} bits, and 8 in {' and '.join(worst)}: {accuracy(model, *test)}"
+    )
 
 
 if __name__ == "__main__":

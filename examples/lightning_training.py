@@ -32,7 +32,9 @@ class Reader(lightning.LightningModule):
         return nn.functional.cross_entropy(self.network(images), labels)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(torchq.qat.param_groups(self, lr=3e-3, weight_decay=1e-3))
+        return torch.optim.AdamW(
+            torchq.qat.param_groups(self, lr=3e-3, weight_decay=1e-3)
+        )
 
 
 def main() -> None:
@@ -62,7 +64,9 @@ def main() -> None:
     with torch.no_grad():
         same = torch.equal(loaded.network(images), model.eval().network(images))
         correct = (loaded.network(images).argmax(1) == labels).float().mean()
-    print(f"trained: {correct:.0%}; the checkpoint is {'equal' if same else 'different'}")
+    print(
+        f"trained: {correct:.0%}; the checkpoint is {'equal' if same else 'different'}"
+    )
 
 
 if __name__ == "__main__":

@@ -30,7 +30,9 @@ def read_photos(folder: Path, size: int, limit: int) -> torch.Tensor:
         ]
     )
     kinds = {".jpg", ".jpeg", ".png"}
-    paths = [path for path in sorted(folder.rglob("*")) if path.suffix.lower() in kinds][:limit]
+    paths = [
+        path for path in sorted(folder.rglob("*")) if path.suffix.lower() in kinds
+    ][:limit]
     if not paths:
         raise SystemExit(f"{folder}: no .jpg or .png file is in it")
     return torch.stack([prepare(Image.open(path).convert("RGB")) for path in paths])

@@ -22,7 +22,9 @@ def network() -> nn.Module:
         return nn.Sequential(convolution, nn.BatchNorm2d(outputs), nn.ReLU())
 
     layers = block(1, 16), nn.MaxPool2d(2), block(16, 32)
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+    return nn.Sequential(
+        *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)
+    )
 
 
 @torch.no_grad()
@@ -35,7 +37,9 @@ def train(model: nn.Module, ema: nn.Module | None, optimizer, images, labels) ->
     for rows in torch.randperm(1400).split(64):
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
-            loss = nn.functional.cross_entropy(model.train()(images[rows]), labels[rows])
+            loss = nn.functional.cross_entropy(
+                model.train()(images[rows]), labels[rows]
+            )
         loss.backward()
         optimizer.step()
         for name, value in (ema.state_dict() if ema else {}).items():
@@ -62,10 +66,14 @@ def main() -> None:
     torchq.quantize_(model, torchq.recipes.w4a4())
     torchq.calibrate(model, images[:256].split(64), progress=False)
     ema = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(torchq.qat.param_groups(model, lr=1e-3, weight_decay=1e-3))
+    optimizer = torch.optim.AdamW(
+        torchq.qat.param_groups(model, lr=1e-3, weight_decay=1e-3)
+    )
     for epoch in range(options.epochs):
         train(model, ema, optimizer, images, labels)
-        torch.save({"model": model.state_dict(), "ema": ema.state_dict()}, options.checkpoint)
+        torch.save(
+            {"model": model.state_dict(), "ema": ema.state_dict()}, options.checkpoint
+        )
         print(f"epoch {epoch}: {accuracy(ema, *test)} with EMA")
 
     again = network()

@@ -48,7 +48,9 @@ def quantize(factory: Callable[[], nn.Module], batch: dict[str, torch.Tensor]) -
     print(type(model).__name__, str(report).splitlines()[-1])
     torchq.calibrate(model, [batch], progress=False)
     error = model(**batch).logits - expected
-    print(f"  signal to noise: {20 * torch.log10(expected.norm() / error.norm()):.0f} dB")
+    print(
+        f"  signal to noise: {20 * torch.log10(expected.norm() / error.norm()):.0f} dB"
+    )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.pt"
         torchq.save(model, path)

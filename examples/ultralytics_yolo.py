@@ -20,7 +20,10 @@ EXCLUDE = ["*.dfl.*"]
 
 def quantize_at_start(trainer: object) -> None:
     """Quantize a trainer's model: a callback for "on_pretrain_routine_end"."""
-    images = [trainer.preprocess_batch(batch)["img"] for batch in islice(trainer.train_loader, 16)]
+    images = [
+        trainer.preprocess_batch(batch)["img"]
+        for batch in islice(trainer.train_loader, 16)
+    ]
     training = trainer.model.training
     options = {"target": "onnxruntime", "example": images[0]}
     torchq.quantize_(trainer.model.eval(), exclude=EXCLUDE, **options)
@@ -31,18 +34,26 @@ def quantize_at_start(trainer: object) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="yolov8n.yaml", help="a .yaml, or trained weights .pt")
+    parser.add_argument(
+        "--model", default="yolov8n.yaml", help="a .yaml, or trained weights .pt"
+    )
     parser.add_argument("--size", type=int, default=640)
-    parser.add_argument("--train", metavar="DATA.yaml", help="also train it quantized, one epoch")
+    parser.add_argument(
+        "--train", metavar="DATA.yaml", help="also train it quantized, one epoch"
+    )
     options = parser.parse_args()
 
     torch.manual_seed(0)
-    images = torch.rand(4, 3, options.size, options.size)  # take images of your data set here
+    images = torch.rand(
+        4, 3, options.size, options.size
+    )  # take images of your data set here
     network = YOLO(options.model).model.float().eval()
     with torch.no_grad():
         expected = network(images)[0]
     torchq.fuse_(network, images[:1])
-    report = torchq.quantize_(network, exclude=EXCLUDE, target="onnxruntime", example=images[:1])
+    report = torchq.quantize_(
+        network, exclude=EXCLUDE, target="onnxruntime", example=images[:1]
+    )
     print(str(report).splitlines()[-1])
     torchq.calibrate(network, images.split(2), method="entropy")
     with torch.no_grad():

@@ -78,7 +78,10 @@ def threads() -> set[str]:
 def processes() -> set[str]:
     """Return the child processes, those of subprocess too where the system lists them."""
     if not PROCESSES.is_dir():
-        return {f"process {child.pid} {child.name}" for child in multiprocessing.active_children()}
+        return {
+            f"process {child.pid} {child.name}"
+            for child in multiprocessing.active_children()
+        }
     if not has_children():
         return set()
     numbers = [number for task in PROCESSES.iterdir() for number in children_of(task)]
@@ -116,7 +119,9 @@ def files_of_the_sources() -> set[str]:
     with os.scandir(ROOT) as entries:
         files = [entry for entry in entries if entry.is_file()]
     # coverage.py writes its own while tests run.
-    return {f"file {file.path}" for file in files if not file.name.startswith(".coverage")}
+    return {
+        f"file {file.path}" for file in files if not file.name.startswith(".coverage")
+    }
 
 
 def temporary_entries() -> set[str]:

@@ -92,14 +92,23 @@ class SamePadConv2d(nn.Conv2d):
 def image_batches(count: int = 2, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """Return images (4, 3, 8, 8), the same in every call."""
     generator = torch.Generator().manual_seed(7)
-    return [torch.randn(4, 3, 8, 8, generator=generator).to(dtype) for _ in range(count)]
+    return [
+        torch.randn(4, 3, 8, 8, generator=generator).to(dtype) for _ in range(count)
+    ]
 
 
 def simulated(
-    model: nn.Module, batches: Any, config: Any = None, *, correct: bool = True, **options: Any
+    model: nn.Module,
+    batches: Any,
+    config: Any = None,
+    *,
+    correct: bool = True,
+    **options: Any,
 ) -> Any:
     """Quantize a model in place, calibrate it on batches, and return it."""
-    ranges = {name: options.pop(name) for name in ("method", "on_unseen") if name in options}
+    ranges = {
+        name: options.pop(name) for name in ("method", "on_unseen") if name in options
+    }
     torchq.quantize_(model, config, **options)
     torchq.calibrate(model, batches, correct=correct, progress=False, **ranges)
     return model

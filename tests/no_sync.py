@@ -27,7 +27,9 @@ _SYNCS = (
 class NoSync(TorchDispatchMode):
     """Raises where an operator would make the host wait for the device."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Run the operator, unless it waits."""
         name = func.overloadpacket.__name__
         masks = name in ("index", "index_put", "index_put_") and any(
@@ -36,7 +38,10 @@ class NoSync(TorchDispatchMode):
         if (
             name in _SYNCS
             or masks
-            or (name == "_to_copy" and (kwargs or {}).get("device") == torch.device("cpu"))
+            or (
+                name == "_to_copy"
+                and (kwargs or {}).get("device") == torch.device("cpu")
+            )
         ):
             raise AssertionError(f"{func} waits for the device")
         return func(*args, **(kwargs or {}))

@@ -41,7 +41,9 @@ def _lines(text: str) -> list[str]:
 
 
 def _same(shown: str, printed: str, tolerance: float) -> bool:
-    words = r"(.*)".join(re.escape(part) for part in _NUMBER.sub("#", shown).split("..."))
+    words = r"(.*)".join(
+        re.escape(part) for part in _NUMBER.sub("#", shown).split("...")
+    )
     if "..." in shown:
         return re.fullmatch(words, _NUMBER.sub("#", printed)) is not None
     if _NUMBER.sub("#", shown) != _NUMBER.sub("#", printed):

@@ -22,7 +22,9 @@ from typing import Any
 __all__ = ["Running", "call", "printed_by_script", "run_code", "run_script"]
 
 #: Systems without a server start an interpreter for each process.
-METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+METHOD = (
+    "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+)
 CONTEXT = multiprocessing.get_context(METHOD)
 #: Parts of torch that many functions need.
 PRELOADED = ["torch", "torch.distributed.fsdp", "torch._dynamo"]
@@ -87,7 +89,9 @@ def _answer(
 
 
 def call(
-    function: Callable[..., Any], *arguments: Any, environment: Mapping[str, str] | None = None
+    function: Callable[..., Any],
+    *arguments: Any,
+    environment: Mapping[str, str] | None = None,
 ) -> Any:
     """Return what a function returns in a new process; see :class:`Running`."""
     return Running(function, *arguments, environment=environment).result()

@@ -75,7 +75,9 @@ class FloatSpec:
             top -= 1
         elif self.specials == "fn":
             mantissa -= 1
-        return (1 + Fraction(mantissa, 2**self.mantissa_bits)) * Fraction(2) ** (top - self.bias)
+        return (1 + Fraction(mantissa, 2**self.mantissa_bits)) * Fraction(2) ** (
+            top - self.bias
+        )
 
     def decode(self, code: int) -> float:
         """The value of ``code``: sign, exponent and mantissa from the highest bit down."""
@@ -84,7 +86,11 @@ class FloatSpec:
         last_exponent = exponent == 2**self.exponent_bits - 1
         if last_exponent and self.specials == "ieee":
             return math.nan if mantissa else sign * math.inf
-        if last_exponent and self.specials == "fn" and mantissa == 2**self.mantissa_bits - 1:
+        if (
+            last_exponent
+            and self.specials == "fn"
+            and mantissa == 2**self.mantissa_bits - 1
+        ):
             return math.nan
         fraction = Fraction(mantissa, 2**self.mantissa_bits) + (exponent > 0)
         return sign * float(fraction * Fraction(2) ** (max(exponent, 1) - self.bias))
@@ -105,7 +111,9 @@ E2M3 = FloatSpec(2, 3, 1, "none")
 E2M1 = FloatSpec(2, 1, 1, "none")
 
 
-def round_to(value: float | Fraction, spec: FloatSpec, *, saturate: bool = False) -> float:
+def round_to(
+    value: float | Fraction, spec: FloatSpec, *, saturate: bool = False
+) -> float:
     """Round to the nearest number of ``spec``, ties to the even mantissa; the sign of zero is kept.
 
     Args:
@@ -140,10 +148,14 @@ def _round_magnitude(value: Fraction, spec: FloatSpec) -> Fraction:
         floor_log2 -= value < Fraction(2) ** floor_log2
         exponent = max(exponent, floor_log2)
     spacing = Fraction(2) ** (exponent - spec.mantissa_bits)
-    return round(value / spacing) * spacing  # round() of a Fraction is exact and half-to-even.
+    return (
+        round(value / spacing) * spacing
+    )  # round() of a Fraction is exact and half-to-even.
 
 
-def integer_bounds(bits: int, unsigned: bool = False, narrow: bool = False) -> tuple[int, int]:
+def integer_bounds(
+    bits: int, unsigned: bool = False, narrow: bool = False
+) -> tuple[int, int]:
     """Return the lowest and highest code.
 
     For 8 bits these are (-128, 127), narrow (-127, 127), unsigned (0, 255).
@@ -219,7 +231,9 @@ def float_fake_quantize(
     if scale < working.smallest_normal:
         return 0.0
     ratio = x if math.isinf(x) else round_to(Fraction(x) / Fraction(scale), working)
-    return round_to(Fraction(round_to(ratio, spec, saturate=True)) * Fraction(scale), working)
+    return round_to(
+        Fraction(round_to(ratio, spec, saturate=True)) * Fraction(scale), working
+    )
 
 
 def affine_fake_quantize(
@@ -255,7 +269,9 @@ def affine_fake_quantize(
         code = quant_max if x > 0 else quant_min
     else:
         ratio = round_to(Fraction(x) / Fraction(scale), working)
-        shifted = rounded(ratio, rounding) + zero_point if math.isfinite(ratio) else ratio
+        shifted = (
+            rounded(ratio, rounding) + zero_point if math.isfinite(ratio) else ratio
+        )
         code = _clamp(shifted, quant_min, quant_max)
     return code, zero_point, round_to((code - zero_point) * Fraction(scale), working)
 

@@ -36,11 +36,15 @@ BEGAN = pytest.StashKey[float]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", help="run the tests marked slow too")
+    parser.addoption(
+        "--slow", action="store_true", help="run the tests marked slow too"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
     """Leave out slow tests, unless an option asks for them or an argument names them."""
     mark_all_but_samples(items)
     if config.option.slow or "slow" in config.option.markexpr:
@@ -49,7 +53,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [
         item
         for item in items
-        if item.get_closest_marker("slow") and not any(is_named(item, by) for by in named)
+        if item.get_closest_marker("slow")
+        and not any(is_named(item, by) for by in named)
     ]
     config.stash[LEFT_OUT] = len(left_out)
     if left_out:
@@ -105,7 +110,9 @@ def is_named(item: pytest.Item, argument: str) -> bool:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Tell pytest-xdist's process how many tests were left out here, if this is a worker of it."""
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["slow_left_out"] = session.config.stash.get(LEFT_OUT, 0)
+        session.config.workeroutput["slow_left_out"] = session.config.stash.get(
+            LEFT_OUT, 0
+        )
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -14,8 +14,12 @@ ROOT = Path(__file__).resolve().parent.parent
 @cache
 def sources(*folders: str) -> dict[str, str]:
     """Return the text of every module below some folders, by path."""
-    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
-    return {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in paths}
+    paths = [
+        path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
+    return {
+        path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in paths
+    }
 
 
 def assigns_class(tree: ast.Module) -> bool:
@@ -33,15 +37,22 @@ def assigns_class(tree: ast.Module) -> bool:
 def test_import_contracts_hold() -> None:
     """Run ``lint-imports`` over the contracts in pyproject.toml."""
     pytest.importorskip("importlinter")
-    program = "import sys; from importlinter.cli import lint_imports_command as run; run()"
+    program = (
+        "import sys; from importlinter.cli import lint_imports_command as run; run()"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", program, "--no-cache"], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-c", program, "--no-cache"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_one_file_changes_the_class_of_objects() -> None:
     assert assigns_class(ast.parse("object.__setattr__(m, '__class__', cls)"))
-    texts = {path: text for path, text in sources("torchq").items() if "__class__" in text}
+    texts = {
+        path: text for path, text in sources("torchq").items() if "__class__" in text
+    }
     found = [path for path, text in texts.items() if assigns_class(ast.parse(text))]
     assert found == ["torchq/nn/convert.py"]

@@ -32,7 +32,14 @@ RULES = [
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_rule_round_trip(rule: Rule) -> None:
     back = Rule.from_dict(json.loads(json.dumps(rule.to_dict())))
-    assert (back.input, back.weight, back.position, back.skip, back.optional, str(back)) == (
+    assert (
+        back.input,
+        back.weight,
+        back.position,
+        back.skip,
+        back.optional,
+        str(back),
+    ) == (
         rule.input,
         rule.weight,
         rule.position,
@@ -71,7 +78,9 @@ def test_config_round_trip() -> None:
 def test_with_rules_adds_at_the_end() -> None:
     config = torchq.recipes.int8()
     longer = config.with_rules(Rule("head", skip=True), Rule("0", input=INT8))
-    assert longer.rules[:-2] == config.rules and [str(r) for r in longer.rules[-2:]] == [
+    assert longer.rules[:-2] == config.rules and [
+        str(r) for r in longer.rules[-2:]
+    ] == [
         "head",
         "0",
     ]
@@ -103,12 +112,18 @@ def test_text() -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"pattern": ""}, "pattern: got an empty string; expected a glob, 're:...', 'type:...', a"),
+        (
+            {"pattern": ""},
+            "pattern: got an empty string; expected a glob, 're:...', 'type:...', a",
+        ),
         ({"pattern": 3}, r"pattern: got 3 \(int\); expected a glob"),
         ({"pattern": "re:("}, r"pattern 're:\(': not a regular expression \("),
         ({"input": 8}, "rule a: got input=8; expected a QuantDescriptor or None"),
         ({"weight": "int8"}, "rule a: got weight='int8'; expected a QuantDescriptor"),
-        ({"skip": True, "input": INT8}, "rule a: skip=True with a descriptor; expected one or the"),
+        (
+            {"skip": True, "input": INT8},
+            "rule a: skip=True with a descriptor; expected one or the",
+        ),
         (
             {"position": "middle"},
             "rule a .*: got position='middle'; expected 'first', 'last' or No",
@@ -125,20 +140,34 @@ def test_rules_that_cannot_be(given: dict[str, Any], text: str) -> None:
 
 
 def test_a_callable_cannot_be_saved() -> None:
-    with pytest.raises(ConfigError, match="rule is_first: a callable cannot be saved; expected a"):
+    with pytest.raises(
+        ConfigError, match="rule is_first: a callable cannot be saved; expected a"
+    ):
         Rule(is_first).to_dict()
 
 
 @pytest.mark.parametrize(
     ("data", "text"),
     [
-        ({"pattern": "a", "wieght": {}}, r"got unknown keys \['wieght'\]; expected some of \['inp"),
+        (
+            {"pattern": "a", "wieght": {}},
+            r"got unknown keys \['wieght'\]; expected some of \['inp",
+        ),
         ({"skip": True}, "rule: got {'skip': True}; expected a 'pattern'"),
-        ({"pattern": "a", "skip": "false"}, "rule a: got skip='false'; expected True or False"),
-        ({"pattern": "a", "optional": 1}, "rule a: got optional=1; expected True or False"),
+        (
+            {"pattern": "a", "skip": "false"},
+            "rule a: got skip='false'; expected True or False",
+        ),
+        (
+            {"pattern": "a", "optional": 1},
+            "rule a: got optional=1; expected True or False",
+        ),
         ({"pattern": nn.Linear}, "rule: got pattern <class .*>; expected text"),
         ("a", "rule: got a str; expected a mapping with some of"),
-        ({"pattern": "a", "input": {"bits": 8}}, r"QuantDescriptor: got unknown keys \['bits'\]"),
+        (
+            {"pattern": "a", "input": {"bits": 8}},
+            r"QuantDescriptor: got unknown keys \['bits'\]",
+        ),
     ],
 )
 def test_data_that_is_no_rule(data: Any, text: str) -> None:
@@ -150,11 +179,23 @@ def test_data_that_is_no_rule(data: Any, text: str) -> None:
     ("data", "text"),
     [
         ({"version": 1, "rules": ["a"]}, "rule: got a str; expected a mapping"),
-        ({"version": True, "rules": []}, "got version True and keys .*; expected version 1"),
-        ({"version": 1.0, "rules": []}, "config: got version 1.0 and keys .*; expected version 1"),
+        (
+            {"version": True, "rules": []},
+            "got version True and keys .*; expected version 1",
+        ),
+        (
+            {"version": 1.0, "rules": []},
+            "config: got version 1.0 and keys .*; expected version 1",
+        ),
         ({"version": 2, "rules": []}, "config: got version 2"),
-        ({"version": 1, "rules": {}}, "config: got version 1 and keys .*; expected version 1 with"),
-        ({"rules": []}, r"config: got version None and keys \['rules'\]; expected version 1 with"),
+        (
+            {"version": 1, "rules": {}},
+            "config: got version 1 and keys .*; expected version 1 with",
+        ),
+        (
+            {"rules": []},
+            r"config: got version None and keys \['rules'\]; expected version 1 with",
+        ),
         ({"version": 1, "rules": [], "name": 3}, "config: got name 3; expected text"),
         (
             {"version": 1, "rules": [], "excluded": []},
@@ -171,7 +212,9 @@ def test_data_that_is_no_configuration(data: Any, text: str) -> None:
 
 
 def test_rules_are_rules() -> None:
-    with pytest.raises(ConfigError, match="config custom: got 'a' among the rules; expected Rule"):
+    with pytest.raises(
+        ConfigError, match="config custom: got 'a' among the rules; expected Rule"
+    ):
         QuantConfig(("a",))  # type: ignore[arg-type]
 
 
@@ -183,7 +226,10 @@ def test_ends_get_a_width_of_their_own() -> None:
     plan = torchq.plan(model, torchq.recipes.w4a4().with_ends(None))
     assert [d.weight is None for d in plan.decisions] == [True, False, False, True]
     wide = torchq.recipes.w4a4()
-    assert wide.with_ends(8) == wide and torchq.recipes.int8().with_ends(8) == torchq.recipes.int8()
+    assert (
+        wide.with_ends(8) == wide
+        and torchq.recipes.int8().with_ends(8) == torchq.recipes.int8()
+    )
 
 
 def test_what_overrules_a_rule_overrules_its_ends() -> None:
@@ -196,7 +242,11 @@ def test_what_overrules_a_rule_overrules_its_ends() -> None:
 def test_inputs_get_zero_points_where_that_is_possible() -> None:
     plain = torchq.recipes.integer(8, 4).with_zero_points().rules[0].input
     assert plain is not None and (plain.symmetric, plain.unsigned) == (False, True)
-    for recipe in (torchq.recipes.fp8(), torchq.recipes.nvfp4(), torchq.recipes.int8_dynamic()):
+    for recipe in (
+        torchq.recipes.fp8(),
+        torchq.recipes.nvfp4(),
+        torchq.recipes.int8_dynamic(),
+    ):
         assert recipe.with_zero_points() == recipe
     once = torchq.recipes.int8().with_zero_points()
     assert once.with_zero_points() == once

@@ -50,7 +50,10 @@ FIELDS: list[dict[str, Any]] = [
     {"learn_amax": True, "scale_range_grad": True},
     {"scale_amax": 0.9},
     {"calib_method": "entropy"},
-    {"calib_method": "percentile", "calib_options": {"percentile": 99.9, "num_bins": 128}},
+    {
+        "calib_method": "percentile",
+        "calib_options": {"percentile": 99.9, "num_bins": 128},
+    },
     {"unsigned": True},
     {"unsigned": "auto", "num_bits": 4},
     {"narrow_range": True},
@@ -103,13 +106,17 @@ def test_defaults() -> None:
 def test_derived_properties() -> None:
     assert QuantDescriptor(4, unsigned=True).format == integer_format(4, unsigned=True)
     assert QuantDescriptor(4, unsigned="auto").format == integer_format(4)
-    assert QuantDescriptor(4, narrow_range=True).format == integer_format(4, narrow=True)
+    assert QuantDescriptor(4, narrow_range=True).format == integer_format(
+        4, narrow=True
+    )
     assert QuantDescriptor((4, 3)).format == E4M3
     assert QuantDescriptor(rounding="up").format == integer_format(8, rounding="up")
     assert QuantDescriptor(power_of_two=True).block_scale_format is POWER_OF_TWO
     assert QuantDescriptor(axis=1).granularity == PerAxis((1,))
     assert QuantDescriptor(block_size=32, block_axis=1).granularity == PerBlock(32, 1)
-    assert QuantDescriptor(block_size=32, scale_format="e8m0").block_scale_format == E8M0
+    assert (
+        QuantDescriptor(block_size=32, scale_format="e8m0").block_scale_format == E8M0
+    )
 
 
 def test_text() -> None:
@@ -127,7 +134,11 @@ def test_text() -> None:
         == "int8 block=8 codes max scale_amax=0.5"
     )
     assert (
-        str(QuantDescriptor(unsigned=True, symmetric=False, power_of_two=True, rounding="half_up"))
+        str(
+            QuantDescriptor(
+                unsigned=True, symmetric=False, power_of_two=True, rounding="half_up"
+            )
+        )
         == "uint8 per-tensor asymmetric power-of-two half_up max"
     )
     assert str(QuantDescriptor(4, unsigned="auto")) == "int4 per-tensor or unsigned max"
@@ -180,21 +191,39 @@ def test_is_frozen_and_replaceable() -> None:
         ({"name": 3}, "name: got 3; expected str or NoneType"),
         ({"fake_quant": 1}, "fake_quant: got 1; expected bool"),
         ({"unsigned": "yes"}, "unsigned: got 'yes'; expected bool or 'auto'"),
-        ({"unsigned": "auto", "dynamic": True}, "unsigned='auto': got dynamic, a fixed amax or"),
+        (
+            {"unsigned": "auto", "dynamic": True},
+            "unsigned='auto': got dynamic, a fixed amax or",
+        ),
         ({"calib_method": None}, "calib_method: got None; expected str"),
-        ({"axis": "0"}, "axis: got '0'; expected None, an integer or distinct integers"),
+        (
+            {"axis": "0"},
+            "axis: got '0'; expected None, an integer or distinct integers",
+        ),
         ({"axis": (0, 0)}, r"axis: got \(0, 0\); expected"),
         (
             {"amax": "1"},
             r"amax: got '1' \(str\); expected a number, a sequence, an array or a tensor",
         ),
         ({"amax": -1.0}, "amax: got -1.0; expected a finite number >= 0"),
-        ({"amax": 1e39}, r"amax: got 1e\+39; expected a finite number >= 0 that float32 can hold"),
+        (
+            {"amax": 1e39},
+            r"amax: got 1e\+39; expected a finite number >= 0 that float32 can hold",
+        ),
         ({"amax": 10**400}, r"amax: got 1000.*\.\.\.; expected a finite number"),
-        ({"amax": 10**5000}, "amax: got a value of type int that cannot be printed; expected"),
+        (
+            {"amax": 10**5000},
+            "amax: got a value of type int that cannot be printed; expected",
+        ),
         ({"amax": []}, "amax: got an empty sequence; expected a number or a sequence"),
-        ({"amax": [[1.0], [1.0, 2.0]]}, r"amax: got rows of different lengths in \[\[1.0\], "),
-        ({"amax": nested(100_000)}, "amax: got more than 8 dimensions; expected a number"),
+        (
+            {"amax": [[1.0], [1.0, 2.0]]},
+            r"amax: got rows of different lengths in \[\[1.0\], ",
+        ),
+        (
+            {"amax": nested(100_000)},
+            "amax: got more than 8 dimensions; expected a number",
+        ),
         ({"scale_amax": 0}, "scale_amax: got 0; expected a finite number > 0"),
         ({"scale_amax": 1e39}, r"scale_amax: got 1e\+39; expected a finite number"),
         (
@@ -203,34 +232,64 @@ def test_is_frozen_and_replaceable() -> None:
         ),
         ({"block_size": 0}, "block_size: got 0; expected at least 1"),
         ({"block_size": 2.0}, "block_size: got 2.0; expected int or NoneType"),
-        ({"block_size": 1 << 40}, "block_size: got 1099511627776; expected .* at most 65536"),
+        (
+            {"block_size": 1 << 40},
+            "block_size: got 1099511627776; expected .* at most 65536",
+        ),
         ({"block_axis": None}, "block_axis: got None; expected int"),
-        ({"block_size": 32, "axis": 0}, r"block_size=32 with axis=\(0,\): expected one of them"),
-        ({"scale_format": "e8m0"}, "scale_format='e8m0' without block_size: expected a block_size"),
+        (
+            {"block_size": 32, "axis": 0},
+            r"block_size=32 with axis=\(0,\): expected one of them",
+        ),
+        (
+            {"scale_format": "e8m0"},
+            "scale_format='e8m0' without block_size: expected a block_size",
+        ),
         (
             {"scale_format": "e9m9", "block_size": 32},
             "unknown format 'e9m9'; expected one of: .*'e8m0'",
         ),
-        ({"dynamic": True, "amax": 1.0}, "dynamic: got amax or learn_amax too; expected neither"),
+        (
+            {"dynamic": True, "amax": 1.0},
+            "dynamic: got amax or learn_amax too; expected neither",
+        ),
         (
             {"scale_range_grad": True},
             "scale_range_grad: got learn_amax=False; expected learn_amax=True",
         ),
-        ({"calib_options": 3}, "calib_options: got 3; expected a mapping of keyword arguments"),
+        (
+            {"calib_options": 3},
+            "calib_options: got 3; expected a mapping of keyword arguments",
+        ),
         (
             {"calib_options": {"percentile": [1]}},
             "calib_options: got .*; expected a mapping of keyword arguments",
         ),
-        ({"rounding": "nearest"}, "rounding: got 'nearest'; expected one of half_even, half_up"),
-        ({"symmetric": False, "num_bits": (4, 3)}, "symmetric=False: got the float format"),
-        ({"symmetric": False, "unsigned": "auto"}, "symmetric=False: got unsigned='auto'"),
+        (
+            {"rounding": "nearest"},
+            "rounding: got 'nearest'; expected one of half_even, half_up",
+        ),
+        (
+            {"symmetric": False, "num_bits": (4, 3)},
+            "symmetric=False: got the float format",
+        ),
+        (
+            {"symmetric": False, "unsigned": "auto"},
+            "symmetric=False: got unsigned='auto'",
+        ),
         (
             {"symmetric": False, "block_size": 16, "scale_format": "e4m3"},
             "symmetric=False: got scale_format='e4m3'; expected None",
         ),
         ({"symmetric": False, "amax": 1.0}, "amin: got amax alone; expected both ends"),
-        ({"symmetric": False, "amin": -1.0}, "amax: got amin alone; expected both ends"),
-        ({"amin": -1.0, "amax": 1.0}, "amin: got symmetric=True; expected symmetric=False"),
+        (
+            {"symmetric": False, "amin": -1.0},
+            "amax: got amin alone; expected both ends",
+        ),
+        (
+            {"amin": -1.0, "amax": 1.0},
+            "amin: got symmetric=True; expected symmetric=False",
+        ),
         (
             {"symmetric": False, "amin": 0.5, "amax": 1.0},
             "amin: got 0.5; expected a finite number <= 0 that float32 can hold",
@@ -243,7 +302,10 @@ def test_is_frozen_and_replaceable() -> None:
             {"power_of_two": True, "block_size": 16, "scale_format": "e8m0"},
             "power_of_two: got scale_format='e8m0' too; expected one of them",
         ),
-        ({"calib_options": [("a", 1), ("a", 2)]}, "calib_options: got .*; expected a mapping"),
+        (
+            {"calib_options": [("a", 1), ("a", 2)]},
+            "calib_options: got .*; expected a mapping",
+        ),
     ],
     ids=short_repr,
 )

@@ -30,15 +30,19 @@ from torchq.utils.registry import Registry
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.md"]
-PAGES += [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))]
+PAGES += [
+    path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))
+]
 HOW_TO = "docs/howto.md"
 for parted in (HOW_TO, "docs/platforms.md"):
     PAGES.remove(parted)
     PAGES += [
-        f"{parted}#{title}" for title in re.findall(r"^## (.*)$", (ROOT / parted).read_text(), re.M)
+        f"{parted}#{title}"
+        for title in re.findall(r"^## (.*)$", (ROOT / parted).read_text(), re.M)
     ]
 BLOCK = re.compile(
-    r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<shown>.*?)^```)?", re.MULTILINE | re.DOTALL
+    r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<shown>.*?)^```)?",
+    re.MULTILINE | re.DOTALL,
 )
 COMPLETE = ("README.md", "docs/quickstart.md", "docs/howto.md")
 # What the pages show was printed by this version of torch or a newer one.
@@ -60,7 +64,11 @@ def text_of(page: str) -> str:
     """Return the text of ``path``, or of one section of it: ``path#Title``."""
     path, _, title = page.partition("#")
     text = (ROOT / path).read_text(encoding="utf-8")
-    return re.split(r"^## ", text.split(f"\n## {title}\n")[1], flags=re.M)[0] if title else text
+    return (
+        re.split(r"^## ", text.split(f"\n## {title}\n")[1], flags=re.M)[0]
+        if title
+        else text
+    )
 
 
 def blocks(page: str) -> list[tuple[str, str | None]]:
@@ -154,7 +162,9 @@ def need_packages(code: str) -> None:
     # A model is planned, and an ONNX file written, without the program that runs it.
     runs = re.search(r"deploy\(|\.pte\b", code)
     targets = re.findall(r'target="(\w+)"', code) if runs else []
-    for name in IMPORTED.findall(code) + [package for t in targets for package in named.get(t, ())]:
+    for name in IMPORTED.findall(code) + [
+        package for t in targets for package in named.get(t, ())
+    ]:
         pytest.importorskip(name, reason=f"the page is about {name}")
     if "onnx" in code:
         pytest.importorskip("onnxscript")
@@ -168,7 +178,10 @@ def with_marks(page: str) -> Any:
 @pytest.mark.eight_bit_products("deploy")
 @pytest.mark.parametrize("page", [with_marks(page) for page in PAGES if blocks(page)])
 def test_the_code_runs(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    page: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     need_packages("".join(code for code, _ in blocks(page)))
     monkeypatch.chdir(tmp_path)
@@ -202,7 +215,9 @@ def check_results(block: str, names: dict[str, Any]) -> None:
     if "calibrated.pth" in block or "quantized.pt" in block:
         assert model[0].input_quantizer.amax == 2
     if "torchq.calibrate(" in block and "restore_" not in block:
-        quantizers = [m for m in model.modules() if isinstance(m, torchq.TensorQuantizer)]
+        quantizers = [
+            m for m in model.modules() if isinstance(m, torchq.TensorQuantizer)
+        ]
         assert [q for q in quantizers if q.mode != "off" and not q.calibrated] == []
     if "int8 =" in block:
         with torch.no_grad():
@@ -218,7 +233,9 @@ NAMED = set(re.findall(r"(?<![\w./])(?:\w+/)+\w+\.(?:py|md)", MAP))
 def test_the_map_names_files_that_exist() -> None:
     """Paths on the map are relative to torchq/, or to the repository."""
     places = (ROOT / "torchq", ROOT)
-    missing = [name for name in NAMED if not any((place / name).exists() for place in places)]
+    missing = [
+        name for name in NAMED if not any((place / name).exists() for place in places)
+    ]
     assert sorted(missing) == []
 
 
@@ -227,8 +244,12 @@ def test_the_layers_are_those_of_the_contract() -> None:
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     contract = re.search(r"^layers = \[\n(.*?)^\]", project, re.MULTILINE | re.DOTALL)
     assert contract is not None
-    layers = [set(re.findall(r"\w+", line)) for line in re.findall(r'"(.*)"', contract[1])]
+    layers = [
+        set(re.findall(r"\w+", line)) for line in re.findall(r'"(.*)"', contract[1])
+    ]
     rows = re.findall(r"^ *\d+  (\S+(?:  \|  \S+)*)", MAP, re.MULTILINE)
     assert [set(re.findall(r"\w+", row)) for row in rows] == layers
-    top = {path.stem for path in (ROOT / "torchq").iterdir() if path.suffix in ("", ".py")}
+    top = {
+        path.stem for path in (ROOT / "torchq").iterdir() if path.suffix in ("", ".py")
+    }
     assert top - {"__init__", "__pycache__"} <= set().union(*layers)

@@ -30,7 +30,9 @@ def a_thread() -> Undo:
 
 
 def a_process() -> Undo:
-    process = subprocess.Popen([sys.executable, "-S", "-c", "input('process forgotten')"], stdin=-1)
+    process = subprocess.Popen(
+        [sys.executable, "-S", "-c", "input('process forgotten')"], stdin=-1
+    )
     assert process.stdin is not None
     return lambda: process.communicate(b"")
 
@@ -53,7 +55,13 @@ def a_file_beside_the_sources() -> Undo:
 
 @pytest.mark.parametrize(
     "leave",
-    [a_thread, a_process, a_temporary_file, a_temporary_folder, a_file_beside_the_sources],
+    [
+        a_thread,
+        a_process,
+        a_temporary_file,
+        a_temporary_folder,
+        a_file_beside_the_sources,
+    ],
 )
 def test_what_is_left_is_found(
     leave: Callable[[], Undo], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -64,7 +72,11 @@ def test_what_is_left_is_found(
     left = leaks.left_behind(before)
     undo()
     assert len(left) == 1
-    kind = leave.__name__.split("_")[-1].replace("folder", "file").replace("sources", "file")
+    kind = (
+        leave.__name__.split("_")[-1]
+        .replace("folder", "file")
+        .replace("sources", "file")
+    )
     assert f"{kind} forgotten" in next(iter(left))
     assert leaks.left_behind(before) == set()
 

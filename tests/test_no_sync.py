@@ -69,7 +69,11 @@ CONFIGS["asymmetric"] = torchq.recipes.int8(symmetric=False)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_training_step(name: str) -> None:
     model = nn.Sequential(
-        nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 16, 4)
+        nn.Conv2d(3, 32, 3),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(32 * 16, 4),
     )
     x = torch.randn(2, 3, 6, 6)
     target = torch.tensor([0, 3])
@@ -86,7 +90,9 @@ def test_a_training_step(name: str) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_an_uncalibrated_forward(name: str) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.Flatten(), nn.Linear(32 * 16, 4)).eval()
+    model = nn.Sequential(
+        nn.Conv2d(3, 32, 3), nn.Flatten(), nn.Linear(32 * 16, 4)
+    ).eval()
     torchq.quantize_(model, CONFIGS[name])
     with NoSync(), torch.no_grad():
         y = model(torch.randn(2, 3, 6, 6))

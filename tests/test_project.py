@@ -25,9 +25,14 @@ DOCUMENTS = [
     "SECURITY.md",
     "benchmarks/README.md",
     "changes/README.md",
-    *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))),
+    *(
+        path.relative_to(ROOT).as_posix()
+        for path in sorted((ROOT / "docs").rglob("*.md"))
+    ),
 ]
-NAMED_FILE = re.compile(r"(?<![\w/.-])(?:tests|benchmarks|torchq|docs)/[\w./-]*\w(?:\.py|\.md|/)")
+NAMED_FILE = re.compile(
+    r"(?<![\w/.-])(?:tests|benchmarks|torchq|docs)/[\w./-]*\w(?:\.py|\.md|/)"
+)
 CODE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?:\]\(|(?:src|srcset)=\")([^)#\"]+)")
 
@@ -45,7 +50,9 @@ def test_readme_has_one_command_to_see_it_and_one_to_test_it() -> None:
     """Continuous integration runs the lines of README.md that start like these two."""
     fresh = "python3 -m venv .venv && . .venv/bin/activate && pip install -e "
     commands = [
-        line for line in read("README.md").splitlines() if line.startswith("python3 -m venv .venv ")
+        line
+        for line in read("README.md").splitlines()
+        if line.startswith("python3 -m venv .venv ")
     ]
     see = fresh + '".[all]" && torchq demo'
     test = fresh + '".[all,dev]" && python -m pytest -n 2'
@@ -54,7 +61,9 @@ def test_readme_has_one_command_to_see_it_and_one_to_test_it() -> None:
 
 @pytest.mark.parametrize("script", [".ci/run", ".ci/checks", ".ci/release-check"])
 def test_scripts_are_executable_bash(script: str) -> None:
-    found = subprocess.run(["bash", "-n", str(ROOT / script)], capture_output=True, text=True)
+    found = subprocess.run(
+        ["bash", "-n", str(ROOT / script)], capture_output=True, text=True
+    )
     assert (found.returncode, found.stderr) == (0, "")
     assert (ROOT / script).stat().st_mode & 0o111
 
@@ -73,7 +82,11 @@ def test_named_files_exist(document: str) -> None:
     named = NAMED_FILE.findall(text)
     named += [target for target in LINK.findall(text) if "://" not in target]
     base = (ROOT / document).parent
-    missing = [name for name in named if not (ROOT / name).exists() and not (base / name).exists()]
+    missing = [
+        name
+        for name in named
+        if not (ROOT / name).exists() and not (base / name).exists()
+    ]
     assert missing == []
 
 
@@ -90,14 +103,20 @@ def test_lines_of_documents_are_short(document: str) -> None:
 
 def test_changelog_describes_this_version() -> None:
     assert re.search(
-        rf"^## {re.escape(torchq.__version__)} - \d{{4}}-\d\d-\d\d$", read("CHANGELOG.md"), re.M
+        rf"^## {re.escape(torchq.__version__)} - \d{{4}}-\d\d-\d\d$",
+        read("CHANGELOG.md"),
+        re.M,
     )
 
 
 def test_changes_are_named_so_that_a_release_collects_them() -> None:
-    names = [path.name for path in (ROOT / "changes").iterdir() if path.name != "README.md"]
+    names = [
+        path.name for path in (ROOT / "changes").iterdir() if path.name != "README.md"
+    ]
     kinds = "removed|added|changed|fixed"
-    assert [name for name in names if not re.fullmatch(rf"\+[\w-]+\.({kinds})\.md", name)] == []
+    assert [
+        name for name in names if not re.fullmatch(rf"\+[\w-]+\.({kinds})\.md", name)
+    ] == []
 
 
 def test_what_replaces_a_name_that_is_gone_is_there() -> None:
@@ -105,7 +124,9 @@ def test_what_replaces_a_name_that_is_gone_is_there() -> None:
     gone = read("docs/migration.md").partition("## Names of 0.2.0 that are gone")[2]
     rows = [line for line in gone.splitlines() if line.startswith("| ")]
     named = {
-        name for row in rows for name in re.findall(r"`(torchq\.[\w.]+)", row.split(" | ")[-1])
+        name
+        for row in rows
+        for name in re.findall(r"`(torchq\.[\w.]+)", row.split(" | ")[-1])
     }
     assert len(rows) > 150 and len(named) > 40
     for name in sorted(named):
@@ -135,7 +156,9 @@ def public_packages() -> list[str]:
     places = [path for path in (ROOT / "torchq").iterdir() if path.name[0] not in "_."]
     # What a runtime is, is public in torchq.runtimes.
     private = {"cli", "utils", "version", "config", "descriptor", "runtime"}
-    return sorted({path.stem for path in places if path.suffix in ("", ".py")} - private)
+    return sorted(
+        {path.stem for path in places if path.suffix in ("", ".py")} - private
+    )
 
 
 def test_the_reference_lists_every_top_level_name_and_package() -> None:
@@ -153,5 +176,7 @@ def test_every_picture_is_there_for_both_themes() -> None:
     assert shown
     for name in shown:
         for theme in ("light", "dark"):
-            picture = ElementTree.parse(ROOT / "docs" / "images" / f"{name}-{theme}.svg")
+            picture = ElementTree.parse(
+                ROOT / "docs" / "images" / f"{name}-{theme}.svg"
+            )
             assert len(list(picture.iter())) > 20

@@ -18,7 +18,9 @@ def defined(file: str) -> set[str]:
     path = FOLDER / file
     tree = ast.parse(path.read_text(encoding="utf-8") if path.is_file() else "")
     names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    targets = [t for node in tree.body if isinstance(node, ast.Assign) for t in node.targets]
+    targets = [
+        t for node in tree.body if isinstance(node, ast.Assign) for t in node.targets
+    ]
     return names | {target.id for target in targets if isinstance(target, ast.Name)}
 
 
@@ -40,7 +42,9 @@ def promises(text: str) -> dict[str, list[str]]:
             found[list(found)[-1]] += line.split()
         elif line and not line.startswith("#"):
             assert re.fullmatch(r"[\w.-]+: .+\.", line), line
-            assert line.partition(":")[0] not in {name.partition(":")[0] for name in found}, line
+            assert line.partition(":")[0] not in {
+                name.partition(":")[0] for name in found
+            }, line
             found[line] = []
     return found
 
@@ -62,7 +66,9 @@ def gaps(text: str) -> list[str]:
             elif match[2] in slow(file):
                 missing.append(f"{promise} names {file}::{match[2]}, which is slow")
             elif case not in (FOLDER / file).read_text(encoding="utf-8"):
-                missing.append(f"{promise} names the case {case}, which is not in {file}")
+                missing.append(
+                    f"{promise} names the case {case}, which is not in {file}"
+                )
     return missing
 
 
@@ -82,8 +88,16 @@ def test_slow() -> None:
 def test_gaps_are_found() -> None:
     here = "test_promises.py::test_gaps_are_found"
     assert gaps(f"a: Held.\n  {here} {here}[Held]\n") == []
-    assert gaps(f"a: Held.\n  {here} ::test_gone\n")[0].endswith("test_gone, which is missing")
-    assert gaps("a: Held.\n  gone.py::test_it\n")[0].endswith("gone.py::test_it, which is missing")
-    assert gaps("a: Held.\n  test_promises.py::test_slow\n")[0].endswith("test_slow, which is slow")
-    assert gaps(f"a: Held.\n  {here}[{'of'}-table]\n")[0].endswith("not in test_promises.py")
+    assert gaps(f"a: Held.\n  {here} ::test_gone\n")[0].endswith(
+        "test_gone, which is missing"
+    )
+    assert gaps("a: Held.\n  gone.py::test_it\n")[0].endswith(
+        "gone.py::test_it, which is missing"
+    )
+    assert gaps("a: Held.\n  test_promises.py::test_slow\n")[0].endswith(
+        "test_slow, which is slow"
+    )
+    assert gaps(f"a: Held.\n  {here}[{'of'}-table]\n")[0].endswith(
+        "not in test_promises.py"
+    )
     assert gaps("a: Held.\n  test_promises.py::FOLDER\n") == ["a: Held. has no test"]

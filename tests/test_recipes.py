@@ -32,7 +32,9 @@ def test_recipes_are_data(name: str) -> None:
     config = recipes.by_name(name)
     assert config.name == name and config == getattr(recipes, name)()
     assert QuantConfig.from_json(config.to_json()) == config
-    assert all(rule.optional for rule in config.rules)  # a model without a Linear is no error
+    assert all(
+        rule.optional for rule in config.rules
+    )  # a model without a Linear is no error
     assert getattr(recipes, name).__doc__
 
 
@@ -54,7 +56,9 @@ def test_recipes_run(name: str, generator: torch.Generator) -> None:
     # 4 bits are coarse; INT8 and FP8 are not.
     assert (y - expected).norm() < (0.6 if "4" in name else 0.1) * expected.norm()
     y.sum().backward()
-    assert all(p.grad is not None for n, p in net.named_parameters() if n.endswith("weight"))
+    assert all(
+        p.grad is not None for n, p in net.named_parameters() if n.endswith("weight")
+    )
 
 
 def axes(config: Callable[[], QuantConfig], slot: str) -> list[Any]:
@@ -66,11 +70,17 @@ def axes(config: Callable[[], QuantConfig], slot: str) -> list[Any]:
 
 
 def test_what_each_recipe_does() -> None:
-    per_channel = [QuantDescriptor(axis=0), QuantDescriptor(axis=1), QuantDescriptor(axis=0)]
+    per_channel = [
+        QuantDescriptor(axis=0),
+        QuantDescriptor(axis=1),
+        QuantDescriptor(axis=0),
+    ]
     assert axes(recipes.int8, "input") == [QuantDescriptor()] * 3
     assert axes(recipes.int8, "weight") == per_channel
     assert axes(recipes.int8_per_tensor, "weight") == [QuantDescriptor()] * 3
-    assert axes(recipes.fp8, "weight") == [d.replace(num_bits=(4, 3)) for d in per_channel]
+    assert axes(recipes.fp8, "weight") == [
+        d.replace(num_bits=(4, 3)) for d in per_channel
+    ]
     learned = QuantDescriptor(4, learn_amax=True, scale_range_grad=True)
     middle = learned.replace(unsigned="auto", calib_method="mse")
     end = QuantDescriptor(unsigned="auto")
@@ -93,7 +103,10 @@ def test_integer_makes_any_width() -> None:
         few,
         six.replace(unsigned="auto"),
     ]
-    assert [d and (d.num_bits, d.axis, d.calib_method) for d in axes(lambda: config, "weight")] == [
+    assert [
+        d and (d.num_bits, d.axis, d.calib_method)
+        for d in axes(lambda: config, "weight")
+    ] == [
         (6, (0,), "entropy"),
         (2, (1,), "entropy"),
         (6, (0,), "entropy"),
@@ -102,7 +115,10 @@ def test_integer_makes_any_width() -> None:
     assert axes(lambda: recipes.integer(4, None), "input") == [None] * 3
     assert axes(lambda: recipes.integer(None, 8), "weight") == [None] * 3
     whole = recipes.integer(4, per_channel=False, unsigned=True)
-    assert axes(lambda: whole, "weight") == [QuantDescriptor(4, calib_method="activation")] * 3
+    assert (
+        axes(lambda: whole, "weight")
+        == [QuantDescriptor(4, calib_method="activation")] * 3
+    )
     assert axes(lambda: whole, "input") == [QuantDescriptor(unsigned=True)] * 3
     assert QuantConfig.from_json(config.to_json()) == config
 
@@ -110,7 +126,10 @@ def test_integer_makes_any_width() -> None:
 @pytest.mark.parametrize(
     ("widths", "text"),
     [
-        ((None, None), "recipes.integer: got neither weight_bits nor input_bits; expected one"),
+        (
+            (None, None),
+            "recipes.integer: got neither weight_bits nor input_bits; expected one",
+        ),
         ((4.0, 4), "recipes.integer: got width 4.0; expected an integer"),
         ((17, 8), "got 17 bits; expected 2 to 16"),
     ],
@@ -129,12 +148,18 @@ def test_blocks_lie_along_the_summed_axis(
 ) -> None:
     block = QuantDescriptor(bits, block_size=size, scale_format=scales, dynamic=True)
     config = getattr(recipes, recipe)
-    assert axes(config, "input") == [block.replace(block_axis=axis) for axis in (1, 1, -1)]
-    assert axes(config, "weight") == [block.replace(block_axis=axis) for axis in (1, 0, -1)]
+    assert axes(config, "input") == [
+        block.replace(block_axis=axis) for axis in (1, 1, -1)
+    ]
+    assert axes(config, "weight") == [
+        block.replace(block_axis=axis) for axis in (1, 0, -1)
+    ]
 
 
 def test_unknown_recipe() -> None:
-    with pytest.raises(ConfigError, match=r"unknown recipe 'int9'; expected one of: .*'int8'"):
+    with pytest.raises(
+        ConfigError, match=r"unknown recipe 'int9'; expected one of: .*'int8'"
+    ):
         recipes.by_name("int9")
 
 

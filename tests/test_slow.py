@@ -77,7 +77,9 @@ def folder(pytester: pytest.Pytester) -> pytest.Pytester:
         (["test_what_a_run_leaves_out.py::test_table"], 6),
     ],
 )
-def test_what_a_run_leaves_out(folder: pytest.Pytester, arguments: list[str], passed: int) -> None:
+def test_what_a_run_leaves_out(
+    folder: pytest.Pytester, arguments: list[str], passed: int
+) -> None:
     result = folder.runpytest_inprocess("-p", "no:xdist", *arguments)
     result.assert_outcomes(
         passed=passed, deselected=7 - passed if "::" not in str(arguments) else 0
@@ -89,13 +91,17 @@ def test_what_a_run_leaves_out(folder: pytest.Pytester, arguments: list[str], pa
 def test_workers_of_xdist_tell_what_they_left_out(
     folder: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))  # processes of their own import tests.slow
+    monkeypatch.setenv(
+        "PYTHONPATH", str(REPOSITORY)
+    )  # processes of their own import tests.slow
     result = folder.runpytest_subprocess("-n", "2")
     result.stdout.fnmatch_lines([LEFT_OUT])
 
 
 @pytest.mark.parametrize("place", ["CI", "HERE"])
-def test_a_long_test_fails_on_ci_unless_it_is_slow(pytester: pytest.Pytester, place: str) -> None:
+def test_a_long_test_fails_on_ci_unless_it_is_slow(
+    pytester: pytest.Pytester, place: str
+) -> None:
     pytester.makeini(INI)
     pytester.makepyfile(LONG)
     with pytest.MonkeyPatch.context() as patch:  # the same limit holds for this test
@@ -106,11 +112,17 @@ def test_a_long_test_fails_on_ci_unless_it_is_slow(pytester: pytest.Pytester, pl
     failed = {"CI": 2, "HERE": 0}[place]
     result.assert_outcomes(passed=4 - failed, failed=failed)
     if failed:
-        result.stdout.fnmatch_lines(["*s of processor time; expected at most 0.05 s*slow"])
+        result.stdout.fnmatch_lines(
+            ["*s of processor time; expected at most 0.05 s*slow"]
+        )
 
 
 def test_a_sample_shows_every_value_and_depends_on_names_alone() -> None:
-    names = [f"test[{shape}-{kind}]" for shape in range(8) for kind in ("int8", "e4m3", "uint8")]
+    names = [
+        f"test[{shape}-{kind}]"
+        for shape in range(8)
+        for kind in ("int8", "e4m3", "uint8")
+    ]
     kept = sample_of(names, 8)
     assert len(kept) == 8
     assert {name[5] for name in kept} == set("01234567")

@@ -53,12 +53,16 @@ def test_a_function_has_eight_keywords_at_most() -> None:
             for name, function in functions(entry, getattr(module, entry)):
                 given = inspect.signature(function).parameters.values()
                 keywords = [p.name for p in given if p.kind is p.KEYWORD_ONLY]
-                assert len(keywords) <= MOST_KEYWORDS, f"{module.__name__}.{name}: {keywords}"
+                assert len(keywords) <= MOST_KEYWORDS, (
+                    f"{module.__name__}.{name}: {keywords}"
+                )
 
 
 def test_a_public_name_means_one_thing() -> None:
     known: dict[str, tuple[object, str]] = {}
-    for module in (m for m in packages() if ".compat" not in m.__name__):  # foreign names
+    for module in (
+        m for m in packages() if ".compat" not in m.__name__
+    ):  # foreign names
         for entry in set(public(module)) - ALIKE:
             value = getattr(module, entry)
             if isinstance(value, type | FunctionType):

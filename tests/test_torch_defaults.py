@@ -69,13 +69,17 @@ print(json.dumps(found))
 def results(setting: str, folder: Path, files: bool) -> dict[str, float]:
     """Return the results of the script behind a setting, those of files only if asked for."""
     exports = files and bool(find_spec("onnxruntime") and find_spec("onnxscript"))
-    code = SCRIPT.replace("ABOVE", setting).replace("FOLDER", str(folder) if exports else "")
+    code = SCRIPT.replace("ABOVE", setting).replace(
+        "FOLDER", str(folder) if exports else ""
+    )
     found: dict[str, float] = json.loads(run_code(code).splitlines()[-1])
     return found
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], dict[str, float]]:
+def expected(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[bool], dict[str, float]]:
     """What the script gives without a setting, with files or without."""
 
     @functools.cache
@@ -90,13 +94,18 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], dict[
     [
         ("torch.set_default_dtype(torch.float64)", False),
         ("torch.set_default_dtype(torch.bfloat16)", False),
-        pytest.param("torch.set_default_dtype(torch.float64)", True, marks=pytest.mark.slow),
+        pytest.param(
+            "torch.set_default_dtype(torch.float64)", True, marks=pytest.mark.slow
+        ),
         # Whatever is made there cannot be computed with.
         pytest.param("torch.set_default_device('meta')", True, marks=pytest.mark.slow),
     ],
 )
 def test_defaults_change_no_result(
-    setting: str, files: bool, expected: Callable[[bool], dict[str, float]], tmp_path: Path
+    setting: str,
+    files: bool,
+    expected: Callable[[bool], dict[str, float]],
+    tmp_path: Path,
 ) -> None:
     assert results(setting, tmp_path, files) == expected(files)
 
@@ -112,7 +121,9 @@ class Block(nn.Module):
 
 
 #: Those that want quantizers beside the inputs of layers, which have a device of their own.
-PLACING = [name for name in torchq.targets() if torchq.runtimes.RUNTIMES[name].placement]
+PLACING = [
+    name for name in torchq.targets() if torchq.runtimes.RUNTIMES[name].placement
+]
 
 
 @pytest.mark.parametrize("target", PLACING)

@@ -46,8 +46,21 @@ def parameters(name: str) -> int:
 
 # One of each family, as small as it comes; the others are slow.
 SMALL = [
-    *("alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "googlenet", "mnasnet0_5"),
-    *("mobilenet_v2", "mobilenet_v3_small", "regnet_y_400mf", "resnet18", "shufflenet_v2_x0_5"),
+    *(
+        "alexnet",
+        "convnext_tiny",
+        "densenet121",
+        "efficientnet_b0",
+        "googlenet",
+        "mnasnet0_5",
+    ),
+    *(
+        "mobilenet_v2",
+        "mobilenet_v3_small",
+        "regnet_y_400mf",
+        "resnet18",
+        "shufflenet_v2_x0_5",
+    ),
     *("squeezenet1_1", "swin_t"),
 ]
 NAMES = [
@@ -68,11 +81,17 @@ def weighted(model: nn.Module) -> set[int]:
 
     The output layer of attention is a part of the attention.
     """
-    inside = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
+    inside = {
+        id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)
+    }
     modules = [
-        m for m in model.modules() if id(m) not in inside and not isinstance(m, TensorQuantizer)
+        m
+        for m in model.modules()
+        if id(m) not in inside and not isinstance(m, TensorQuantizer)
     ]
-    return {id(m) for m in modules if any(p.dim() > 1 for p in m.parameters(recurse=False))}
+    return {
+        id(m) for m in modules if any(p.dim() > 1 for p in m.parameters(recurse=False))
+    }
 
 
 @pytest.mark.sample(4)
@@ -106,6 +125,8 @@ def test_swap_and_restore(name: str) -> None:
 
         torchq.restore_(model)
         assert {n: (id(m), type(m)) for n, m in model.named_modules()} == objects
-        assert {n: id(t) for n, t in model.state_dict(keep_vars=True).items()} == tensors
+        assert {
+            n: id(t) for n, t in model.state_dict(keep_vars=True).items()
+        } == tensors
         assert torch.equal(model(x), expected)
     assert bool(expected.isfinite().all()) and len(report.replaced) > 5

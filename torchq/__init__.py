@@ -21,7 +21,14 @@ from torchq import (
     runtimes,
     workflow,
 )
-from torchq.analysis import doctor, forecast, layer_errors, mixed_precision, report, sensitivity
+from torchq.analysis import (
+    doctor,
+    forecast,
+    layer_errors,
+    mixed_precision,
+    report,
+    sensitivity,
+)
 from torchq.config import QuantConfig, Rule
 from torchq.descriptor import QuantDescriptor
 from torchq.frontends import adopt_, from_caffe, from_mxnet, from_onnx

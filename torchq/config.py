@@ -62,7 +62,9 @@ class Rule:
                     "expected a QuantDescriptor or None"
                 )
         if self.weight is not None and self.weight.unsigned == "auto":
-            raise ConfigError(f"rule {self}: got unsigned='auto' for a weight; expected a bool")
+            raise ConfigError(
+                f"rule {self}: got unsigned='auto' for a weight; expected a bool"
+            )
         if self.position not in (None, "first", "last"):
             raise ConfigError(
                 f"rule {self}: got position={short_repr(self.position)}; "
@@ -96,7 +98,9 @@ class Rule:
                 out[slot] = descriptor.to_dict()
         if self.position is not None:
             out["position"] = self.position
-        return out | {flag: True for flag in ("skip", "optional") if getattr(self, flag)}
+        return out | {
+            flag: True for flag in ("skip", "optional") if getattr(self, flag)
+        }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Rule:
@@ -110,7 +114,9 @@ class Rule:
         known = [field.name for field in dataclasses.fields(cls)]
         fields = dict(check_fields(data, "rule", known=known, required=["pattern"]))
         if not isinstance(fields["pattern"], str):
-            raise ConfigError(f"rule: got pattern {short_repr(fields['pattern'])}; expected text")
+            raise ConfigError(
+                f"rule: got pattern {short_repr(fields['pattern'])}; expected text"
+            )
         for slot in ("input", "weight"):
             if fields.get(slot) is not None:
                 fields[slot] = QuantDescriptor.from_dict(fields[slot])
@@ -145,7 +151,9 @@ class QuantConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", tuple(self.rules))
         if not isinstance(self.name, str):
-            raise ConfigError(f"config: got name {short_repr(self.name)}; expected text")
+            raise ConfigError(
+                f"config: got name {short_repr(self.name)}; expected text"
+            )
         for rule in self.rules:
             if not isinstance(rule, Rule):
                 raise ConfigError(
@@ -212,7 +220,11 @@ class QuantConfig:
         data = check_fields(data, "config", known=["version", "name", "rules"])
         version = data.get("version")
         rules = data.get("rules")
-        if type(version) is not int or version != _VERSION or not isinstance(rules, list):
+        if (
+            type(version) is not int
+            or version != _VERSION
+            or not isinstance(rules, list)
+        ):
             raise ConfigError(
                 f"config: got version {short_repr(version)} and keys {sorted(data)}; "
                 f"expected version {_VERSION} with a list of rules"
@@ -236,7 +248,9 @@ class QuantConfig:
     def __str__(self) -> str:
         lines = [f"QuantConfig {self.name}"]
         for rule in self.rules:
-            treatment = f"input: {rule.input or 'float'}; weight: {rule.weight or 'float'}"
+            treatment = (
+                f"input: {rule.input or 'float'}; weight: {rule.weight or 'float'}"
+            )
             lines.append(f"  {rule}: {'skip' if rule.skip else treatment}")
         return "\n".join(lines)
 
@@ -247,17 +261,25 @@ def _ends_of(rule: Rule, bits: int | None) -> list[Rule]:
         return []
 
     def wide(d: QuantDescriptor | None) -> QuantDescriptor | None:
-        is_narrow = d is not None and d.format.is_integer and d.format.bits < (bits or 0)
+        is_narrow = (
+            d is not None and d.format.is_integer and d.format.bits < (bits or 0)
+        )
         return d.replace(num_bits=bits) if d is not None and is_narrow else d
 
     if bits is None:
         ends = Rule(rule.pattern, skip=True, position=rule.position, optional=True)
     else:
-        ends = dataclasses.replace(rule, input=wide(rule.input), weight=wide(rule.weight))
+        ends = dataclasses.replace(
+            rule, input=wide(rule.input), weight=wide(rule.weight)
+        )
         if ends == rule:
             return []
     first = dataclasses.replace(ends, position=rule.position or "first", optional=True)
-    return [first] if rule.position else [first, dataclasses.replace(first, position="last")]
+    return (
+        [first]
+        if rule.position
+        else [first, dataclasses.replace(first, position="last")]
+    )
 
 
 def _two_ended(d: QuantDescriptor | None) -> QuantDescriptor | None:

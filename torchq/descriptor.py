@@ -148,7 +148,11 @@ class QuantDescriptor:
         """
         if self.power_of_two:
             return POWER_OF_TWO
-        return None if self.scale_format is None else scale_format_by_name(self.scale_format)
+        return (
+            None
+            if self.scale_format is None
+            else scale_format_by_name(self.scale_format)
+        )
 
     def replace(self, **changes: Any) -> QuantDescriptor:
         """Return a copy with some fields changed."""
@@ -158,7 +162,9 @@ class QuantDescriptor:
         """Return the fields that differ from their defaults, as JSON and YAML data."""
         out = {}
         for name, value in self._changed_fields():
-            out[name] = dict(value) if name == "calib_options" else tuples_to_lists(value)
+            out[name] = (
+                dict(value) if name == "calib_options" else tuples_to_lists(value)
+            )
         return out
 
     @classmethod
@@ -173,11 +179,15 @@ class QuantDescriptor:
 
     def _changed_fields(self) -> list[tuple[str, Any]]:
         """Return the names and values of the fields that differ from their defaults."""
-        pairs = [(field, getattr(self, field.name)) for field in dataclasses.fields(self)]
+        pairs = [
+            (field, getattr(self, field.name)) for field in dataclasses.fields(self)
+        ]
         return [(field.name, value) for field, value in pairs if value != field.default]
 
     def __repr__(self) -> str:
-        fields = ", ".join(f"{name}={value!r}" for name, value in self._changed_fields())
+        fields = ", ".join(
+            f"{name}={value!r}" for name, value in self._changed_fields()
+        )
         return f"QuantDescriptor({fields})"
 
     def __str__(self) -> str:
@@ -191,7 +201,8 @@ class QuantDescriptor:
         else:
             parts.append("per-tensor")
         flags = {
-            f"scales={self.scale_format}": bool(self.scale_format) and self.block_size is None,
+            f"scales={self.scale_format}": bool(self.scale_format)
+            and self.block_size is None,
             "or unsigned": self.unsigned == "auto",
             "dynamic": self.dynamic,
             "asymmetric": not self.symmetric,
@@ -228,7 +239,9 @@ def normalize_bits(value: Any) -> int | tuple[int, int]:
             "expected an integer or (exponent, mantissa) bits"
         )
     pair = tuple(value[:3])
-    is_pair = len(pair) == 2 and all(type(bits) is int and 0 <= bits < 16 for bits in pair)
+    is_pair = len(pair) == 2 and all(
+        type(bits) is int and 0 <= bits < 16 for bits in pair
+    )
     if not is_pair or "e{}m{}".format(*pair) not in CATALOG:
         raise ConfigError(
             f"num_bits: got {short_repr(tuple(value))}; "
@@ -242,7 +255,11 @@ def normalize_axes(value: Any) -> tuple[int, ...] | None:
     if value is None:
         return None
     axes = tuple(value) if _is_sequence(value) else (value,)
-    if not axes or any(type(axis) is not int for axis in axes) or len(set(axes)) != len(axes):
+    if (
+        not axes
+        or any(type(axis) is not int for axis in axes)
+        or len(set(axes)) != len(axes)
+    ):
         raise ConfigError(
             f"axis: got {short_repr(value)}; expected None, an integer or distinct integers: "
             "the axes that keep their own amax"
@@ -251,7 +268,12 @@ def normalize_axes(value: Any) -> tuple[int, ...] | None:
 
 
 def normalize_range(
-    field: str, value: Any, *, minimum: float = 0.0, maximum: float = FLOAT32_MAX, depth: int = 0
+    field: str,
+    value: Any,
+    *,
+    minimum: float = 0.0,
+    maximum: float = FLOAT32_MAX,
+    depth: int = 0,
 ) -> Range:
     """Return a float, or nested tuples of floats with equal lengths."""
     if hasattr(value, "tolist"):
@@ -259,8 +281,14 @@ def normalize_range(
     if not _is_sequence(value):
         return finite_float(field, value, minimum=minimum, maximum=maximum)
     if depth == _MAX_DIMS or not len(value):
-        what = "an empty sequence" if depth < _MAX_DIMS else f"more than {_MAX_DIMS} dimensions"
-        raise ConfigError(f"{field}: got {what}; expected a number or a sequence of numbers")
+        what = (
+            "an empty sequence"
+            if depth < _MAX_DIMS
+            else f"more than {_MAX_DIMS} dimensions"
+        )
+        raise ConfigError(
+            f"{field}: got {what}; expected a number or a sequence of numbers"
+        )
     items = tuple(
         normalize_range(field, item, minimum=minimum, maximum=maximum, depth=depth + 1)
         for item in value
@@ -320,7 +348,9 @@ def normalize_options(value: Any) -> tuple[tuple[str, Any], ...]:
 
 def tuples_to_lists(value: Any) -> Any:
     """Return ``value`` with lists in place of tuples."""
-    return [tuples_to_lists(item) for item in value] if isinstance(value, tuple) else value
+    return (
+        [tuples_to_lists(item) for item in value] if isinstance(value, tuple) else value
+    )
 
 
 _MAX_BLOCK = 1 << 16
@@ -375,7 +405,8 @@ def _mistakes(d: Any) -> dict[str, bool]:
             block is not None and not 1 <= block <= _MAX_BLOCK
         ),
         f"block_size={block} with axis={d.axis}: expected one of them. "
-        "Blocks keep all other axes apart already": block is not None and d.axis is not None,
+        "Blocks keep all other axes apart already": block is not None
+        and d.axis is not None,
         "dynamic: got amax or learn_amax too; expected neither, the range is taken from each "
         "call's data": d.dynamic and (d.amax is not None or d.learn_amax),
         f"unsigned: got {short_repr(d.unsigned)}; expected bool or 'auto'": (
@@ -404,7 +435,8 @@ def _asymmetric_mistakes(d: Any) -> dict[str, bool]:
     scales = d.scale_format
     return {
         f"symmetric=False: got the float format {d.num_bits}; expected an integer format, "
-        "a float format has no zero point": is_asymmetric and not isinstance(d.num_bits, int),
+        "a float format has no zero point": is_asymmetric
+        and not isinstance(d.num_bits, int),
         "symmetric=False: got unsigned='auto'; expected True or False, "
         "the zero point fits either sign to the data": is_asymmetric
         and not isinstance(d.unsigned, bool),
@@ -415,7 +447,8 @@ def _asymmetric_mistakes(d: Any) -> dict[str, bool]:
             is_asymmetric and (d.amin is None) != (d.amax is None)
         ),
         f"amin: got shape {shape_of(d.amin)} for amax of shape {shape_of(d.amax)}; "
-        "expected equal shapes": d.amin is not None and shape_of(d.amin) != shape_of(d.amax),
+        "expected equal shapes": d.amin is not None
+        and shape_of(d.amin) != shape_of(d.amax),
     }
 
 

@@ -56,8 +56,12 @@ def compute_layers(
     """Return a rule for each kind of layer; they differ in the axis of the output channels."""
     rules = []
     for pattern, axis in _OUTPUT_AXES.items():
-        along = weight.replace(axis=axis) if weight is not None and per_channel else weight
-        rules.append(Rule(pattern, input=input, weight=along, position=position, optional=True))
+        along = (
+            weight.replace(axis=axis) if weight is not None and per_channel else weight
+        )
+        rules.append(
+            Rule(pattern, input=input, weight=along, position=position, optional=True)
+        )
     return rules
 
 
@@ -104,7 +108,9 @@ def integer(
         'type:torch.nn.modules.linear.Linear (last layer)'
     """
     if weight_bits is None and input_bits is None:
-        raise ConfigError("recipes.integer: got neither weight_bits nor input_bits; expected one")
+        raise ConfigError(
+            "recipes.integer: got neither weight_bits nor input_bits; expected one"
+        )
 
     if symmetric is False and unsigned in (None, "auto"):
         unsigned = True
@@ -112,10 +118,14 @@ def integer(
         unsigned = "auto" if symmetric or (input_bits or 8) <= _FEW_BITS else False
 
     def rules(
-        weight: int | None, input: int | None, position: Literal["first", "last"] | None = None
+        weight: int | None,
+        input: int | None,
+        position: Literal["first", "last"] | None = None,
     ) -> list[Rule]:
         learn = learn_ranges and position is None
-        inputs = _learnable(input, input_method or _method(input, "mse"), unsigned, learn)
+        inputs = _learnable(
+            input, input_method or _method(input, "mse"), unsigned, learn
+        )
         if inputs is not None:
             inputs = inputs.replace(symmetric=symmetric is not False)
         method = weight_method or _method(weight, "activation")
@@ -129,7 +139,10 @@ def integer(
             None if input_bits is None else first_last,
         )
         found += rules(*ends, "first") + rules(*ends, "last")
-    parts = [f"w{weight_bits}" if weight_bits else "", f"a{input_bits}" if input_bits else ""]
+    parts = [
+        f"w{weight_bits}" if weight_bits else "",
+        f"a{input_bits}" if input_bits else "",
+    ]
     return QuantConfig(tuple(found), name="".join(parts))
 
 
@@ -145,9 +158,15 @@ def _learnable(
     if bits is None:
         return None
     if type(bits) is not int:
-        raise ConfigError(f"recipes.integer: got width {short_repr(bits)}; expected an integer")
+        raise ConfigError(
+            f"recipes.integer: got width {short_repr(bits)}; expected an integer"
+        )
     return QuantDescriptor(
-        bits, unsigned=unsigned, calib_method=method, learn_amax=learn, scale_range_grad=learn
+        bits,
+        unsigned=unsigned,
+        calib_method=method,
+        learn_amax=learn,
+        scale_range_grad=learn,
     )
 
 
@@ -234,7 +253,9 @@ def w4a4(*, first_last: int | None = 8) -> QuantConfig:
 def fp8() -> QuantConfig:
     """Return FP8 E4M3 weights per output channel and activations per tensor."""
     descriptor = QuantDescriptor((4, 3))
-    return QuantConfig(tuple(compute_layers(descriptor, descriptor, per_channel=True)), name="fp8")
+    return QuantConfig(
+        tuple(compute_layers(descriptor, descriptor, per_channel=True)), name="fp8"
+    )
 
 
 def _block_scaled(
@@ -244,7 +265,11 @@ def _block_scaled(
 
     def along(axis: int) -> QuantDescriptor:
         return QuantDescriptor(
-            num_bits, block_size=size, block_axis=axis, scale_format=scale_format, dynamic=True
+            num_bits,
+            block_size=size,
+            block_axis=axis,
+            scale_format=scale_format,
+            dynamic=True,
         )
 
     # The axis of the input and of the weight. Counting from the front lets 1-, 2- and

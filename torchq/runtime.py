@@ -87,7 +87,9 @@ class Arithmetic(Protocol):
     def rounds_products(self, step: Tensor, to: Tensor) -> Callable[[Tensor], Tensor]:
         """Return the function of exact sums, in place, that gives the codes of a scale."""
 
-    def float_products(self, step: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    def float_products(
+        self, step: Tensor, bias: Tensor | None
+    ) -> Callable[[Tensor], Tensor]:
         """Return the function of exact sums, in place, that gives float results of a matmul."""
 
     def adds(
@@ -194,7 +196,9 @@ class Runtime:
         """Return the endings of files of this runtime's own, beside ONNX, and what writes one."""
         return {}
 
-    def opened(self, path: Path) -> Callable[[Mapping[str, Tensor]], list[Tensor]] | None:
+    def opened(
+        self, path: Path
+    ) -> Callable[[Mapping[str, Tensor]], list[Tensor]] | None:
         """Return an ONNX file as a function of its inputs; None where this runtime is not here."""
         return None
 
@@ -209,7 +213,9 @@ class Runtime:
 
     def __repr__(self) -> str:
         known = {field.name for field in fields(Runtime)} - {"name"}  # rules are long
-        settings = [(name, v) for name, v in self._settings().items() if name not in known]
+        settings = [
+            (name, v) for name, v in self._settings().items() if name not in known
+        ]
         shown = ", ".join(f"{name}={short_repr(value)}" for name, value in settings)
         return f"{type(self).__name__}({shown})"
 
@@ -231,7 +237,9 @@ def reference_runtime() -> Runtime:
     return next(runtime for runtime in RUNTIMES.values() if runtime.session is not None)
 
 
-def open_session(path: str | os.PathLike[str], *, optimize: bool, **options: Any) -> Any:
+def open_session(
+    path: str | os.PathLike[str], *, optimize: bool, **options: Any
+) -> Any:
     """Return a file in the reference, with ``inputs``, ``outputs``, ``feeds`` and ``run``.
 
     ``save_optimized=`` is where to write what the reference makes of it.
@@ -252,7 +260,9 @@ class Targets(tuple[str, ...]):
 
     def __repr__(self) -> str:
         heading = ("target", "tried with", "formats", "grid", "proved", "extra", "here")
-        note = "formats and grid: activations x weights, where no configuration is given"
+        note = (
+            "formats and grid: activations x weights, where no configuration is given"
+        )
         runtimes = sorted((RUNTIMES[name] for name in self), key=_proof)
         return table([heading, *map(_row, runtimes)], note)
 
@@ -269,7 +279,9 @@ def _row(runtime: Runtime) -> tuple[str, ...]:
     assert input is not None and weight is not None
     types = [str(d.format).removesuffix("_narrow") for d in (input, weight)]
     codes = runtime.codes
-    chosen = codes is not None and codes.unsigned and input.symmetric and not input.unsigned
+    chosen = (
+        codes is not None and codes.unsigned and input.symmetric and not input.unsigned
+    )
     moved = chosen and codes is not None and codes.fitted
     if moved:
         types[0] = f"u{types[0]}"

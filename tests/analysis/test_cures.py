@@ -34,7 +34,9 @@ def trained() -> nn.Module:
     """Return a fused RepVGG that was trained for two seconds."""
     torch.manual_seed(0)
     blocks = [RepVGGBlock(1, 16), *(RepVGGBlock(16, 16) for _ in range(3))]
-    model = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, 10))
+    model = nn.Sequential(
+        *blocks, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, 10)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(40):
         x, labels = images(64, step + 1)
@@ -59,7 +61,9 @@ def quantized(config: Any, model: nn.Module | None = None, **options: Any) -> nn
 
 
 def examined(model: nn.Module, **options: Any) -> DoctorReport:
-    return torchq.doctor(model, list(images(512, 2000)[0].split(128)), progress=False, **options)
+    return torchq.doctor(
+        model, list(images(512, 2000)[0].split(128)), progress=False, **options
+    )
 
 
 def advised(model: nn.Module, shares: dict[str, float]) -> list[str]:
@@ -93,10 +97,16 @@ def test_ranges_of_other_data_are_calibrated_again() -> None:
 def test_ranges_that_are_a_little_short_are_an_error_where_they_do_damage() -> None:
     model = quantized(torchq.recipes.int8(), target="onnxruntime")
     for module in model.modules():
-        if isinstance(module, torchq.TensorQuantizer) and module.descriptor.axis is None:
+        if (
+            isinstance(module, torchq.TensorQuantizer)
+            and module.descriptor.axis is None
+        ):
             module.range = module.range.map(lambda end: end / 3)
     report = examined(model)
-    assert report.ok and report.cures[0].code == "torchq.calibrate(model, batches, force=True)"
+    assert (
+        report.ok
+        and report.cures[0].code == "torchq.calibrate(model, batches, force=True)"
+    )
     assert "does not fit these values" in report.cures[0].text
 
 
@@ -104,7 +114,10 @@ def test_ranges_that_a_method_cuts_are_no_error() -> None:
     """With 4 bits the least squared error leaves rare values far outside."""
     model = quantized(W4A4)
     for module in model.modules():
-        if isinstance(module, torchq.TensorQuantizer) and module.descriptor.num_bits == 4:
+        if (
+            isinstance(module, torchq.TensorQuantizer)
+            and module.descriptor.num_bits == 4
+        ):
             module.set_amax(module.amax / 12)
     report = examined(model)
     assert report.ok and "torchq.calibrate" not in report.cures[0].code
@@ -135,7 +148,9 @@ def test_four_bits_are_rounded_by_gptq_before_any_layer_stays_float() -> None:
     model = quantized(W4A4)
     report, before = examined(model), same(model)
     assert report.cures[0].code == "torchq.ptq.gptq_(model, batches)"
-    assert "Weights of 4 bits are rounded to nearest" in str(report).replace("\n    ", " ")
+    assert "Weights of 4 bits are rounded to nearest" in str(report).replace(
+        "\n    ", " "
+    )
     do(report.cures[0].code, model)
     assert same(model) > before + 0.01
     assert all("gptq_" not in cure.code for cure in examined(model).cures)
@@ -204,7 +219,11 @@ def test_one_scale_for_unequal_channels_wants_equalization() -> None:
 
 def test_a_good_model_has_no_cure() -> None:
     report = examined(quantized(torchq.recipes.int8(), target="onnxruntime"))
-    assert report.outputs is not None and report.outputs.grade == "good" and report.cures == ()
+    assert (
+        report.outputs is not None
+        and report.outputs.grade == "good"
+        and report.cures == ()
+    )
     assert [f.kind for f in report.findings if f.kind == "damage"] == []
 
 
@@ -232,7 +251,9 @@ def test_lists_of_boxes_are_compared_by_detections_alone() -> None:
     assert all(f.kind != "damage" for f in report.findings)
     assert (
         "functions compare them"
-        in torchq.report(model, data, progress=False, plan=False).data["verdict"]["sentence"]
+        in torchq.report(model, data, progress=False, plan=False).data["verdict"][
+            "sentence"
+        ]
     )
     report = torchq.doctor(model, data, metric="detections", progress=False)
     (finding,) = [f for f in report.findings if f.kind == "damage"]
@@ -260,11 +281,17 @@ def test_the_metric_of_detections_judges_by_boxes() -> None:
     assert report.outputs.float_score == 1 and report.outputs.grade != "good"
     assert "objects 1 becomes 0." in str(report)
     assert any(f.kind == "damage" for f in report.findings)
-    data = torchq.report(model, batches(), metric="detections", progress=False, plan=False).data
+    data = torchq.report(
+        model, batches(), metric="detections", progress=False, plan=False
+    ).data
     assert data["outputs"]["metric"] == data["ranking"]["metric"] == "detections"
-    with pytest.raises(torchq.errors.ConfigError, match="doctor: got metric 'sqnr'; expected a fu"):
+    with pytest.raises(
+        torchq.errors.ConfigError, match="doctor: got metric 'sqnr'; expected a fu"
+    ):
         examined(model, metric="sqnr")
     with torch.no_grad():
         model.get_parameter("layer.bias")[4] = -30
-    with pytest.raises(torchq.errors.CalibrationError, match="the float model detects nothing"):
+    with pytest.raises(
+        torchq.errors.CalibrationError, match="the float model detects nothing"
+    ):
         examined(model, metric="detections")

@@ -11,7 +11,9 @@ from tests.models import simulated
 from torchq.analysis.detections import Detected, Detections, detections_in
 from torchq.errors import CalibrationError, ConfigError
 
-BOXES = torch.tensor([[0.0, 0, 10, 10], [20, 20, 40, 30], [50, 0, 60, 40], [70, 70, 90, 90]])
+BOXES = torch.tensor(
+    [[0.0, 0, 10, 10], [20, 20, 40, 30], [50, 0, 60, 40], [70, 70, 90, 90]]
+)
 SCORES = torch.tensor([0.9, 0.6, 0.4, 0.28])
 LABELS = torch.tensor([0, 1, 1, 2])
 
@@ -27,7 +29,9 @@ def class_scores() -> Tensor:
 
 
 def centres() -> Tensor:
-    return torch.cat([(BOXES[:, :2] + BOXES[:, 2:]) / 2, BOXES[:, 2:] - BOXES[:, :2]], 1)
+    return torch.cat(
+        [(BOXES[:, :2] + BOXES[:, 2:]) / 2, BOXES[:, 2:] - BOXES[:, :2]], 1
+    )
 
 
 def head() -> Tensor:
@@ -69,7 +73,9 @@ def test_which_of_two_nearly_equal_labels_is_the_best_is_no_error(
     scores[1, 0] = second
     swapped = scores.clone()
     swapped[1, :2] = scores[1, :2].flip(0)
-    found = Detections().agreement((BOXES[None], swapped[None]), (BOXES[None], scores[None]))
+    found = Detections().agreement(
+        (BOXES[None], swapped[None]), (BOXES[None], scores[None])
+    )
     assert found.count == 4 + agree
     assert (found.value == 1) is agree
 
@@ -80,7 +86,9 @@ def test_a_callable_reads_any_other_layout() -> None:
 
     rows = torch.cat([SCORES[:, None], BOXES], 1)
     assert Detections(layout).agreement(rows, rows).count == 4
-    with pytest.raises(ConfigError, match=r"Pass torchq\.analysis\.Detections\(layout=function\)"):
+    with pytest.raises(
+        ConfigError, match=r"Pass torchq\.analysis\.Detections\(layout=function\)"
+    ):
         detections_in(torch.zeros(2, 10))
 
 
@@ -89,10 +97,15 @@ def test_figures_are_those_counted_by_hand() -> None:
     # below the threshold within the slack, and one is new.
     boxes = torch.cat([BOXES[[0, 2, 3]], torch.tensor([[5.0, 80, 25, 95]])])
     boxes[1] += 30
-    quantized = image(boxes, torch.tensor([0.8, 0.4, 0.22, 0.5]), torch.tensor([0, 1, 2, 0]))
+    quantized = image(
+        boxes, torch.tensor([0.8, 0.4, 0.22, 0.5]), torch.tensor([0, 1, 2, 0])
+    )
     found = Detections().agreement(quantized, image())
     assert found.count == 4
-    assert (found.precision, found.recall) == (pytest.approx(1 / 3), pytest.approx(1 / 4))
+    assert (found.precision, found.recall) == (
+        pytest.approx(1 / 3),
+        pytest.approx(1 / 4),
+    )
     assert found.precision_with_slack == pytest.approx(1 / 3)
     assert found.recall_with_slack == pytest.approx(2 / 4)
     assert found.score_change == pytest.approx((-0.1 - 0.06) / 2)
@@ -132,10 +145,14 @@ def test_few_detections_are_a_warning_and_none_at_all_an_error() -> None:
     empty = image(BOXES[:0], SCORES[:0], LABELS[:0])
     assert metric.value(metric.sums(empty, empty)) == 1
     assert metric.value(metric.sums(empty, image())) == 0
-    with pytest.warns(UserWarning, match="the float model detects 4 objects in these batches"):
+    with pytest.warns(
+        UserWarning, match="the float model detects 4 objects in these batches"
+    ):
         metric.check_count(metric.sums(empty, image()))
     metric.check_count(metric.sums(6 * empty, 6 * image()))
-    with pytest.raises(CalibrationError, match="the float model detects nothing in these batches"):
+    with pytest.raises(
+        CalibrationError, match="the float model detects nothing in these batches"
+    ):
         metric.check_count(metric.sums(image(), empty))
 
 
@@ -157,10 +174,15 @@ def test_sensitivity_and_tune_take_it_by_name() -> None:
     model = simulated(Fixed().eval(), [rows], torchq.recipes.int8(), correct=False)
     report = torchq.sensitivity(model, [rows], "detections", progress=False)
     assert report.metric == "detections" and report.reference == 1
-    assert report.baseline == Detections().agreement(model(rows), head().expand(6, -1, -1)).value
+    assert (
+        report.baseline
+        == Detections().agreement(model(rows), head().expand(6, -1, -1)).value
+    )
     with pytest.warns(UserWarning, match="detects 4 objects"):
         torchq.sensitivity(model, [rows[:1]], Detections(), progress=False)
-    result = torchq.tune(Fixed().eval(), [rows], "detections", max_drop=0.2, progress=False)
+    result = torchq.tune(
+        Fixed().eval(), [rows], "detections", max_drop=0.2, progress=False
+    )
     assert result.float_metric == 1 and result.kept and result.metric > 0.8
     wrong = "tune: got metric 'sqn'; expected a function metric"
     with pytest.raises(ConfigError, match=wrong):
@@ -168,16 +190,22 @@ def test_sensitivity_and_tune_take_it_by_name() -> None:
 
 
 def test_wrong_arguments_and_other_batches_are_errors() -> None:
-    with pytest.raises(ConfigError, match=r"Detections: got threshold=0\.1, slack=0\.2"):
+    with pytest.raises(
+        ConfigError, match=r"Detections: got threshold=0\.1, slack=0\.2"
+    ):
         Detections(threshold=0.1, slack=0.2)
-    with pytest.raises(ConfigError, match="got 1 images in the output and 2 in the reference"):
+    with pytest.raises(
+        ConfigError, match="got 1 images in the output and 2 in the reference"
+    ):
         Detections().agreement(image(), 2 * image())
 
 
 def boxes(count: int = 200) -> Tensor:
     generator = torch.Generator().manual_seed(5)
     corner = torch.rand(2, count, 2, generator=generator) * 600
-    return torch.cat([corner, corner + 20 + torch.rand(2, count, 2, generator=generator) * 60], -1)
+    return torch.cat(
+        [corner, corner + 20 + torch.rand(2, count, 2, generator=generator) * 60], -1
+    )
 
 
 def with_background(column: int, lost: bool = False) -> tuple[Tensor, Tensor]:
@@ -212,7 +240,9 @@ def yolo_of_classes() -> Tensor:
 
 
 def corners_score_label() -> Tensor:
-    found = torch.cat([boxes(10), torch.full((2, 10, 1), 0.9), torch.ones(2, 10, 1)], -1)
+    found = torch.cat(
+        [boxes(10), torch.full((2, 10, 1), 0.9), torch.ones(2, 10, 1)], -1
+    )
     found[..., 5] = torch.arange(10) % 3
     return found
 
@@ -256,7 +286,9 @@ def test_a_layout_in_which_the_background_is_an_object_is_refused() -> None:
     """Scores of a sigmoid for the background do not add up to 1."""
     scores, places = with_background(0)
     scores = torch.cat([scores, scores[..., 1:2]], -1) + 0.2
-    with pytest.raises(ConfigError, match=r"finds .* objects in an output whose places all have"):
+    with pytest.raises(
+        ConfigError, match=r"finds .* objects in an output whose places all have"
+    ):
         torchq.analysis.Detections().check_layout((scores, places))
 
 

@@ -19,7 +19,9 @@ from torchq.analysis import CHECKS, DoctorReport, Finding
 from torchq.errors import QuantizationError
 
 
-def examined(model: nn.Module, batches: list[Any] | None, **options: Any) -> DoctorReport:
+def examined(
+    model: nn.Module, batches: list[Any] | None, **options: Any
+) -> DoctorReport:
     return torchq.doctor(model, batches, progress=False, **options)
 
 
@@ -123,7 +125,9 @@ def learned_range() -> tuple[nn.Module, str, str]:
 
 def plant_range_off() -> tuple[nn.Module, str, str]:
     model = healthy(StagedNet())
-    model.layer4.conv.input_quantizer.set_amax(model.layer4.conv.input_quantizer.amax / 8)
+    model.layer4.conv.input_quantizer.set_amax(
+        model.layer4.conv.input_quantizer.amax / 8
+    )
     return model, "layer4.conv.input_quantizer", "error"
 
 
@@ -246,7 +250,9 @@ def test_an_unfinished_calibration_is_found() -> None:
 @pytest.mark.parametrize("method", ["mse", "percentile"])
 def test_ranges_that_a_method_cut_are_not_stale(method: str) -> None:
     model = simulated(
-        ConvNet().eval(), image_batches(), torchq.recipes.integer(4, 4, weight_method=method)
+        ConvNet().eval(),
+        image_batches(),
+        torchq.recipes.integer(4, 4, weight_method=method),
     )
     assert of(examined(model, image_batches()), "wrong_order") == []
 
@@ -291,7 +297,9 @@ def test_a_weight_of_a_function_has_its_channels_where_the_function_has_them() -
     batches = [torch.randn(8, 6)]
     simulated(model, batches, example=batches[0])
     assert not examined(model, batches).errors
-    model[0].weight.data[:, 2] = 1e-9  # Nothing of this channel is left beside the others.
+    model[0].weight.data[:, 2] = (
+        1e-9  # Nothing of this channel is left beside the others.
+    )
     model[0].weight_quantizer = torchq.TensorQuantizer(torchq.QuantDescriptor(axis=0))
     torchq.calibrate(model, batches, force=True, progress=False)
     (finding,) = of(examined(model, batches), "weight_axis")
@@ -316,7 +324,9 @@ class Bilinear(Parts):
 
 
 def test_a_call_with_a_part_of_a_weight_is_named() -> None:
-    model = nn.Sequential(nn.Linear(6, 6), Sliced(weight=nn.Parameter(torch.randn(8, 6)))).eval()
+    model = nn.Sequential(
+        nn.Linear(6, 6), Sliced(weight=nn.Parameter(torch.randn(8, 6)))
+    ).eval()
     batches = [torch.randn(8, 6)]
     simulated(model, batches, include=[nn.Linear], exclude=[Sliced])
     (finding,) = of(examined(model, batches), "functional_call")
@@ -328,7 +338,9 @@ def test_a_call_with_a_part_of_a_weight_is_named() -> None:
 
 
 def test_a_function_that_cannot_be_quantized_is_named_too() -> None:
-    model = nn.Sequential(nn.Linear(6, 4), Bilinear(core=nn.Parameter(torch.randn(3, 4, 4)))).eval()
+    model = nn.Sequential(
+        nn.Linear(6, 4), Bilinear(core=nn.Parameter(torch.randn(3, 4, 4)))
+    ).eval()
     torchq.quantize_(model)
     batches = [torch.randn(8, 6)]
     torchq.calibrate(model, batches, progress=False)
@@ -340,7 +352,9 @@ def test_a_function_that_cannot_be_quantized_is_named_too() -> None:
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "resnet": lambda: models.ResNet(BasicBlock, [1, 2, 1, 1], num_classes=5),
-    "vision transformer": lambda: models.VisionTransformer(32, 8, 2, 2, 24, 48, num_classes=5),
+    "vision transformer": lambda: models.VisionTransformer(
+        32, 8, 2, 2, 24, 48, num_classes=5
+    ),
 }
 
 
@@ -356,7 +370,9 @@ def test_healthy_networks_have_no_finding_but_channels_of_zeros(name: str) -> No
     assert {finding.kind for finding in report.findings} <= {"zero_range"}
 
 
-def test_the_first_lines_say_how_near_the_simulation_is_and_how_much_is_quantized() -> None:
+def test_the_first_lines_say_how_near_the_simulation_is_and_how_much_is_quantized() -> (
+    None
+):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
     batches = [torch.randn(16, 8)]

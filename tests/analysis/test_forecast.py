@@ -45,10 +45,22 @@ def share(quantized: float) -> Share:
     ("float_ms", "int8_ms", "noise", "verdict", "pays"),
     [
         (30.0, 10.0, 0.01, "3x", True),
-        (11.0, 10.0, 0.01, "1.10x, hardly worth it: 60% of the multiply-adds stay float", False),
+        (
+            11.0,
+            10.0,
+            0.01,
+            "1.10x, hardly worth it: 60% of the multiply-adds stay float",
+            False,
+        ),
         (10.2, 10.0, 0.05, "1x, within noise: stay in float", False),
         (13.0, 10.0, 0.4, "1.3x, within noise: stay in float", False),
-        (8.0, 10.0, 0.01, "0.8x, stay in float: 60% of the multiply-adds stay float", False),
+        (
+            8.0,
+            10.0,
+            0.01,
+            "0.8x, stay in float: 60% of the multiply-adds stay float",
+            False,
+        ),
     ],
 )
 def test_the_verdict_follows_time_and_noise(
@@ -62,7 +74,10 @@ def test_the_verdict_follows_time_and_noise(
 def test_operators_that_cost_time_are_named() -> None:
     files = timed(FLOAT, 30), timed(INT8, 15), timed(LAYERS, 10)
     one = TargetForecast("openvino", files, share(1.0))
-    assert one.verdict == "3x; by the layers alone (all that the plan allows takes 1.50 of that)"
+    assert (
+        one.verdict
+        == "3x; by the layers alone (all that the plan allows takes 1.50 of that)"
+    )
     files = timed(FLOAT, 30), timed(INT8, 10), timed(LAYERS, 15)
     assert TargetForecast("openvino", files, share(1.0)).verdict == "3x"
 
@@ -82,7 +97,9 @@ def test_the_model_and_the_number_of_threads_stay_as_they_are() -> None:
     found = torchq.forecast(model, X, "torch", threads=2, progress=False)
     assert found.threads == 2 and torch.get_num_threads() == threads
     assert model.training and type(model.stem) is nn.Conv2d
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(value, state[name]) for name, value in model.state_dict().items()
+    )
     assert [file.form for file in found["torch"].files] == [FLOAT, INT8]
     share = found["torch"].share
     assert share is not None and share.quantized == 1.0
@@ -97,11 +114,15 @@ def test_a_file_of_layers_alone_is_the_other_end() -> None:
     found = torchq.forecast(Residual(), X, ["onnxruntime"], progress=False)
     files = {file.form: file for file in found["onnxruntime"].files}
     assert list(files) == [FLOAT, INT8, LAYERS]
-    assert all(file.samples is not None and file.bytes > 1000 for file in files.values())
+    assert all(
+        file.samples is not None and file.bytes > 1000 for file in files.values()
+    )
     assert "of (1, 3, 8, 8) on 1 thread" in str(found)
 
 
-def test_files_for_runtimes_elsewhere_are_written_with_their_command(tmp_path: Path) -> None:
+def test_files_for_runtimes_elsewhere_are_written_with_their_command(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("onnx_ir")
     found = torchq.forecast(Residual(), X, "tensorrt", folder=tmp_path, progress=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -117,7 +138,9 @@ def test_nothing_is_written_without_a_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     found = torchq.forecast(Residual(), X, "rknn", progress=False)
-    assert found["rknn"].verdict.startswith("not here; 100.0% of the multiply-adds quantized")
+    assert found["rknn"].verdict.startswith(
+        "not here; 100.0% of the multiply-adds quantized"
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -125,7 +148,9 @@ def test_wrong_arguments_are_named() -> None:
     model = Residual()
     with pytest.raises(ConfigError, match="threads=0; expected a whole number"):
         torchq.forecast(model, X, threads=0)
-    with pytest.raises(ConfigError, match="folder='nowhere'; expected a folder that is there"):
+    with pytest.raises(
+        ConfigError, match="folder='nowhere'; expected a folder that is there"
+    ):
         torchq.forecast(model, X, folder="nowhere")
     with pytest.raises(ConfigError, match="got no target"):
         torchq.forecast(model, X, [])

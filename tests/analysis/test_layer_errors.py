@@ -22,7 +22,9 @@ def vectors(width: int = 16) -> list[Tensor]:
     return [torch.randn(32, width, generator=generator) for _ in range(2)]
 
 
-def quantized(model: nn.Module, batches: list[Tensor], bits: int = 8, **options: int) -> nn.Module:
+def quantized(
+    model: nn.Module, batches: list[Tensor], bits: int = 8, **options: int
+) -> nn.Module:
     return simulated(model, batches, torchq.recipes.integer(bits, bits, **options))
 
 
@@ -55,7 +57,9 @@ def test_local_and_accumulated_error_are_those_of_separate_runs() -> None:
 def test_the_layer_where_the_error_is_born_is_told_from_those_that_pass_it_on() -> None:
     batches = vectors()
     model = chain(6)
-    coarse = torchq.Rule("2", input=torchq.QuantDescriptor(3), weight=torchq.QuantDescriptor(3))
+    coarse = torchq.Rule(
+        "2", input=torchq.QuantDescriptor(3), weight=torchq.QuantDescriptor(3)
+    )
     simulated(model, batches, torchq.recipes.int8().with_rules(coarse), correct=False)
     report = torchq.layer_errors(model, batches, progress=False)
     assert report.worst[0].name == "2"
@@ -68,7 +72,9 @@ def test_the_layer_where_the_error_is_born_is_told_from_those_that_pass_it_on() 
 
 @torch.no_grad()
 @pytest.mark.parametrize(("channels", "compared"), [(60, 5), (128, 4)])
-def test_large_outputs_are_compared_on_the_first_images(channels: int, compared: int) -> None:
+def test_large_outputs_are_compared_on_the_first_images(
+    channels: int, compared: int
+) -> None:
     """Expect about 2**18 elements of 1024 for each channel, and four images at least."""
     torch.manual_seed(2)
     model = nn.Sequential(nn.Conv2d(2, channels, 1), nn.AdaptiveAvgPool2d(1))
@@ -115,7 +121,9 @@ def test_clipping_codes_and_dead_channels() -> None:
     model = nn.Sequential(nn.Linear(4, 3, bias=False))
     torchq.quantize_(model)
     with torch.no_grad():
-        model[0].weight.copy_(torch.tensor([[1.0, 0, 0, 0], [1e-9, 0, 0, 0], [0, 0, 0, 0]]))
+        model[0].weight.copy_(
+            torch.tensor([[1.0, 0, 0, 0], [1e-9, 0, 0, 0], [0, 0, 0, 0]])
+        )
     model[0].weight_quantizer.set_amax(torch.tensor([[1.0], [1.0], [1.0]]))
     model[0].input_quantizer.set_amax(1.0)
     inputs = torch.tensor([[2.0, 0.5, -1.0, 0.0]] * 4)
@@ -132,7 +140,9 @@ def test_clipping_codes_and_dead_channels() -> None:
 
 def test_values_at_the_end_of_the_range_are_not_clipped() -> None:
     model = nn.Sequential(nn.Linear(4, 3))
-    torchq.quantize_(model, torchq.recipes.integer(4, 4, unsigned=False, input_method="max"))
+    torchq.quantize_(
+        model, torchq.recipes.integer(4, 4, unsigned=False, input_method="max")
+    )
     batch = torch.linspace(-1, 1, 64).view(16, 4)
     torchq.calibrate(model, [batch], progress=False)
     row = torchq.layer_errors(model, [batch], progress=False).rows[0]
@@ -213,4 +223,6 @@ def test_layers_that_no_batch_reaches_are_named() -> None:
     model = StagedNet()
     model.extra = nn.Linear(2, 2)
     torchq.quantize_(model)
-    assert torchq.layer_errors(model, image_batches(), progress=False).unseen == ("extra",)
+    assert torchq.layer_errors(model, image_batches(), progress=False).unseen == (
+        "extra",
+    )

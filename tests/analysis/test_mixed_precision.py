@@ -30,7 +30,12 @@ def vectors() -> list[Tensor]:
 
 
 def planned(**options: Any) -> torchq.analysis.MixedPrecision:
-    options = {"budget": {"mean_bits": 5}, "formats": [3, 4, 6, 8], "progress": False, **options}
+    options = {
+        "budget": {"mean_bits": 5},
+        "formats": [3, 4, 6, 8],
+        "progress": False,
+        **options,
+    }
     return torchq.mixed_precision(network(), vectors(), **options)
 
 
@@ -43,7 +48,9 @@ def usual() -> torchq.analysis.MixedPrecision:
 def test_the_solution_is_the_best_of_all(seed: int) -> None:
     """Compare with trying every choice."""
     generator = torch.Generator().manual_seed(seed)
-    damages, bits, work = (torch.rand(5, 3, generator=generator).tolist() for _ in range(3))
+    damages, bits, work = (
+        torch.rand(5, 3, generator=generator).tolist() for _ in range(3)
+    )
     damages[2][1] = math.inf
     rows = [torch.tensor(rows, dtype=torch.float64) for rows in (damages, bits, work)]
     problem = Problem(rows[0], {"bits": rows[1], "work": rows[2]})
@@ -53,7 +60,9 @@ def test_the_solution_is_the_best_of_all(seed: int) -> None:
         costs = [sum(rows[g][f] for g, f in enumerate(choice)) for rows in (bits, work)]
         if costs[0] <= budget["bits"] and costs[1] <= budget["work"]:
             allowed[choice] = sum(damages[g][f] for g, f in enumerate(choice))
-    allowed = {choice: damage for choice, damage in allowed.items() if damage < math.inf}
+    allowed = {
+        choice: damage for choice, damage in allowed.items() if damage < math.inf
+    }
     found = problem.solve(budget)
     if not allowed:
         assert found is None
@@ -95,9 +104,13 @@ def test_more_budget_does_less_damage() -> None:
 
 def test_bounds_hold_together() -> None:
     one = planned(budget={"mean_bits": 6})
-    both = planned(budget={"mean_bits": 6, "bit_operations": one.costs["bit_operations"] * 0.8})
+    both = planned(
+        budget={"mean_bits": 6, "bit_operations": one.costs["bit_operations"] * 0.8}
+    )
     assert both.costs["mean_bits"] <= 6
-    assert both.costs["bit_operations"] <= one.costs["bit_operations"] * 0.8 * (1 + 1e-6)
+    assert both.costs["bit_operations"] <= one.costs["bit_operations"] * 0.8 * (
+        1 + 1e-6
+    )
     assert both.damage > one.damage
 
 
@@ -120,7 +133,11 @@ def test_models_without_classes_are_measured() -> None:
             return self.a(x)
 
     config = torchq.mixed_precision(
-        Twice(a=nn.Linear(12, 1)), vectors(), budget={"bytes": 100}, formats=[4, 8], progress=False
+        Twice(a=nn.Linear(12, 1)),
+        vectors(),
+        budget={"bytes": 100},
+        formats=[4, 8],
+        progress=False,
     )
     assert config.metric == "sqnr"
     assert config.choices[0].format == "w8a8"
@@ -145,7 +162,9 @@ def test_the_plan_prints_and_serialises() -> None:
     config = usual()
     *rows, ending = str(config).splitlines()
     assert ending.endswith(f"predicted damage {config.damage:.2e}")
-    assert [row.split()[-1] for row in rows[1:]] == [f"{c.damage:.2e}" for c in config.choices]
+    assert [row.split()[-1] for row in rows[1:]] == [
+        f"{c.damage:.2e}" for c in config.choices
+    ]
     data = json.loads(json.dumps(config.summary()))
     assert len(data["choices"]) == 4
 
@@ -185,7 +204,12 @@ class Projections(nn.Module):
 
 def of_projections(**options: Any) -> dict[str, torchq.analysis.LayerChoice]:
     torch.manual_seed(4)
-    options = {"budget": {"mean_bits": 5}, "formats": [3, 4, 6, 8], "progress": False, **options}
+    options = {
+        "budget": {"mean_bits": 5},
+        "formats": [3, 4, 6, 8],
+        "progress": False,
+        **options,
+    }
     config = torchq.mixed_precision(Projections(), vectors(), **options)
     return {choice.name: choice for choice in config.choices}
 
@@ -215,6 +239,10 @@ def test_all_formats_are_judged_on_one_draw_of_random_numbers(metric: str) -> No
             y: Tensor = self.last(self.first(x).relu() + noise)
             return y
 
-    options: dict[str, Any] = {"budget": {"mean_bits": 6}, "formats": [8, 4], "progress": False}
+    options: dict[str, Any] = {
+        "budget": {"mean_bits": 6},
+        "formats": [8, 4],
+        "progress": False,
+    }
     torchq.mixed_precision(Noisy().eval(), [torch.ones(4, 8)], metric=metric, **options)
     assert len(draws) > 4 and len(set(draws)) == 1

@@ -54,7 +54,9 @@ def planted(bits: int = 3) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
     batches = labelled(model)
     coarse = torchq.QuantDescriptor(bits)
     rule = torchq.Rule("middle", input=coarse, weight=coarse)
-    simulated(model, batches, torchq.recipes.int8().with_rules(rule), exclude=["unused"])
+    simulated(
+        model, batches, torchq.recipes.int8().with_rules(rule), exclude=["unused"]
+    )
     return model, batches
 
 
@@ -67,8 +69,12 @@ def usual() -> Report:
 def test_the_verdict_names_the_culprit_and_the_call() -> None:
     found = usual().data["verdict"]
     assert found["grade"] == "poor"
-    assert found["sentence"].startswith("Quantization damages this model: accuracy 1 becomes 0.")
-    assert found["blame"].startswith("Most of the damage at the output comes from middle (")
+    assert found["sentence"].startswith(
+        "Quantization damages this model: accuracy 1 becomes 0."
+    )
+    assert found["blame"].startswith(
+        "Most of the damage at the output comes from middle ("
+    )
     exclusion = found["advice"][-2]
     assert exclusion["code"].endswith("exclude=['middle'])")
     rows = usual().data["layers"]
@@ -85,11 +91,15 @@ def test_a_good_model_needs_nothing() -> None:
         "text": "Nothing needs to be done: export or deploy it.",
         "code": "",
     }
-    assert all("To come closer still" in advice["text"] for advice in found["advice"][1:])
+    assert all(
+        "To come closer still" in advice["text"] for advice in found["advice"][1:]
+    )
 
 
 def ranked(values: list[float], unit: str = "nat") -> SensitivityReport:
-    rows = tuple(SensitivityRow(f"layer{number}", value) for number, value in enumerate(values))
+    rows = tuple(
+        SensitivityRow(f"layer{number}", value) for number, value in enumerate(values)
+    )
     return SensitivityReport(rows, "", unit, unit == "dB", "layer", 0.0)
 
 
@@ -109,7 +119,9 @@ def test_the_fewest_layers_that_do_half_of_the_damage_are_blamed(
     values: list[float], unit: str, blamed: int
 ) -> None:
     ranking = ranked(values, unit)
-    assert culprits(damage_shares(ranking)) == [f"layer{number}" for number in range(blamed)]
+    assert culprits(damage_shares(ranking)) == [
+        f"layer{number}" for number in range(blamed)
+    ]
     assert sum(damage_shares(ranking).values()) == pytest.approx(float(any(values)))
 
 
@@ -120,7 +132,9 @@ def test_few_predictions_are_not_trusted() -> None:
     assert found["verdict"]["grade"] != "good"
     sentence = found["verdict"]["sentence"]
     assert "signal to noise is " in sentence
-    assert sentence.endswith("of 8 predictions are those of the float model, too few to be sure.")
+    assert sentence.endswith(
+        "of 8 predictions are those of the float model, too few to be sure."
+    )
 
 
 def test_errors_of_the_doctor_come_first() -> None:
@@ -128,7 +142,9 @@ def test_errors_of_the_doctor_come_first() -> None:
     model.first.weight_quantizer.amax[0] = 99.0
     found = torchq.report(model, batches, progress=False, plan=False).data
     assert found["verdict"]["grade"] == "poor"
-    assert found["verdict"]["advice"][0]["text"].startswith("Mend first.weight_quantizer: ")
+    assert found["verdict"]["advice"][0]["text"].startswith(
+        "Mend first.weight_quantizer: "
+    )
     assert found["findings"][0]["kind"] == "wrong_order"
 
 
@@ -141,9 +157,15 @@ def test_the_figures_are_those_of_the_other_functions() -> None:
     for row, error in zip(data["layers"], errors.rows, strict=True):
         assert row["local_sqnr"] == pytest.approx(error.local_sqnr, rel=1e-4)
     ranks = {row["name"]: row["rank"] for row in data["layers"]}
-    assert [name for name, _ in sorted(ranks.items(), key=lambda i: i[1])] == ranking.worst(3)
+    assert [
+        name for name, _ in sorted(ranks.items(), key=lambda i: i[1])
+    ] == ranking.worst(3)
     middle = data["layers"][1]
-    assert (middle["weights"], middle["weight_bits"], middle["input_bits"]) == (576, 3, 3)
+    assert (middle["weights"], middle["weight_bits"], middle["input_bits"]) == (
+        576,
+        3,
+        3,
+    )
     assert (middle["bytes"], middle["float_bytes"]) == (216, 2304)
     assert middle["operations"] == 576
     assert data["outputs"]["float_score"] == 1.0
@@ -153,7 +175,9 @@ def test_histograms_hold_the_ranges_of_every_method() -> None:
     data = usual().data
     q = data["quantizers"]["middle.input_quantizer"]
     assert set(q["methods"]) == {"max", "percentile", "mse", "entropy"}
-    assert q["methods"]["mse"] < q["methods"]["max"] == pytest.approx(q["high"], rel=1e-4)
+    assert (
+        q["methods"]["mse"] < q["methods"]["max"] == pytest.approx(q["high"], rel=1e-4)
+    )
     assert sum(q["counts"]) == 2 * 64 * 24
     assert data["quantizers"]["middle.weight_quantizer"]["is_weight"]
     channels = data["channels"]["first.weight_quantizer"]
@@ -210,7 +234,9 @@ def many_layers(count: int) -> Report:
     for number in range(count - len(data["layers"])):
         prefix = f"stage{number // 50}.block{number}.conv"
         names = [f"{prefix}.{q.rpartition('.')[2]}" for q in row["quantizers"]]
-        data["layers"].append({**row, "name": prefix, "rank": number + 4, "quantizers": names})
+        data["layers"].append(
+            {**row, "name": prefix, "rank": number + 4, "quantizers": names}
+        )
         for new, old in zip(names, row["quantizers"], strict=True):
             data["quantizers"][new] = data["quantizers"][old]
             if old in data["channels"]:
@@ -247,8 +273,12 @@ def test_models_without_classes_are_reported() -> None:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    api = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
-    chromium = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
+    api = pytest.importorskip(
+        "playwright.sync_api", reason="playwright drives the browser"
+    )
+    chromium = next(
+        filter(None, map(shutil.which, ("chromium", "google-chrome"))), None
+    )
     if chromium is None:
         pytest.skip("there is no Chromium on this machine")
     with api.sync_playwright() as driver:
@@ -271,7 +301,9 @@ def opened(browser: Any, report: Report, folder: Path, width: int = 1280) -> Any
 
 
 def first_names(page: Any) -> list[str]:
-    names: list[str] = page.locator(".layers tbody tr:not([hidden]) th").all_text_contents()
+    names: list[str] = page.locator(
+        ".layers tbody tr:not([hidden]) th"
+    ).all_text_contents()
     return names
 
 
@@ -289,7 +321,10 @@ def test_charts_tables_and_theme_work(browser: Any, tmp_path: Path) -> None:
     assert first_names(page) == ["last"]
     assert page.locator("[data-count]").text_content() == "1 of 3 layers"
     page.click('.layers tbody tr[data-layer="last"]')
-    assert page.locator("[data-panels] figcaption b").first.text_content() == "last.input_quantizer"
+    assert (
+        page.locator("[data-panels] figcaption b").first.text_content()
+        == "last.input_quantizer"
+    )
     page.locator('[data-chart="errors"] svg').hover()
     tip = page.locator('[data-chart="errors"] [aria-label="tip"]')
     assert "by itself" in tip.text_content()
@@ -309,13 +344,17 @@ def test_the_page_fits_its_window(browser: Any, tmp_path: Path, width: int) -> N
     page.close()
 
 
-def test_the_print_has_whole_tables_and_no_controls(browser: Any, tmp_path: Path) -> None:
+def test_the_print_has_whole_tables_and_no_controls(
+    browser: Any, tmp_path: Path
+) -> None:
     page = opened(browser, many_layers(40), tmp_path, 794)
     page.emulate_media(media="print")
     for control in ("#theme", ".top nav", "[data-search]", "[data-choice]"):
         assert not page.locator(control).is_visible(), control
     table = page.locator(".layers").first
-    room, needed = table.evaluate("t => [t.closest('.scroll').clientWidth, t.scrollWidth]")
+    room, needed = table.evaluate(
+        "t => [t.closest('.scroll').clientWidth, t.scrollWidth]"
+    )
     assert needed <= room
     assert page.locator(".layers tbody tr").last.is_visible()
     page.close()
@@ -323,7 +362,12 @@ def test_the_print_has_whole_tables_and_no_controls(browser: Any, tmp_path: Path
 
 def test_a_comparison_switches(browser: Any, tmp_path: Path) -> None:
     both = Report(
-        {"reports": [{**usual().data, "label": "A"}, {**many_layers(9).data, "label": "B"}]}
+        {
+            "reports": [
+                {**usual().data, "label": "A"},
+                {**many_layers(9).data, "label": "B"},
+            ]
+        }
     )
     page = opened(browser, both, tmp_path)
     assert page.locator('[data-chart="comparison"] svg').count() == 1

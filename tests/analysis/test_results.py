@@ -44,8 +44,13 @@ class Sequences(nn.Module):
 
 def sequences(with_labels: bool = False) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(4)
-    batches = [{"tokens": torch.randint(0, 20, (4, 6), generator=generator)} for _ in range(2)]
-    return [{**b, "labels": torch.tensor([0, 1, 2, 3])} if with_labels else b for b in batches]
+    batches = [
+        {"tokens": torch.randint(0, 20, (4, 6), generator=generator)} for _ in range(2)
+    ]
+    return [
+        {**b, "labels": torch.tensor([0, 1, 2, 3])} if with_labels else b
+        for b in batches
+    ]
 
 
 def quantized(batches: list[Any]) -> nn.Module:
@@ -57,7 +62,10 @@ def test_a_loss_is_no_result() -> None:
     logits = torch.randn(2, 5)
     hidden = torch.randn(2, 3, 4)
     loss = torch.tensor(1.0)
-    assert [t.shape for t in results_in(Output(logits, hidden, loss))] == [(2, 5), (2, 3, 4)]
+    assert [t.shape for t in results_in(Output(logits, hidden, loss))] == [
+        (2, 5),
+        (2, 3, 4),
+    ]
     assert results_in(loss)[0] is loss
 
 
@@ -79,7 +87,9 @@ def test_the_estimate_looks_at_the_scores_beside_larger_tensors() -> None:
     with torch.no_grad():
         found = torch.cat([model(**batch).logits for batch in batches]).log_softmax(-1)
         with torchq.disabled(model):
-            wanted = torch.cat([model(**batch).logits for batch in batches]).log_softmax(-1)
+            wanted = torch.cat(
+                [model(**batch).logits for batch in batches]
+            ).log_softmax(-1)
     divergence = float((wanted.exp() * (wanted - found)).sum(-1).mean())
     assert report.baseline == pytest.approx(divergence, rel=0.5)
 
@@ -91,7 +101,9 @@ def test_labels_in_a_batch_change_no_figure() -> None:
         assert str(measure(model, plain, progress=False)) == str(
             measure(model, labelled, progress=False)
         )
-    found = [torchq.report(model, b, plan=False, progress=False) for b in (plain, labelled)]
+    found = [
+        torchq.report(model, b, plan=False, progress=False) for b in (plain, labelled)
+    ]
     assert found[0].data["outputs"] == found[1].data["outputs"]
     assert found[1].data["outputs"]["predictions"] == 48
 
@@ -103,7 +115,9 @@ def images() -> Tensor:
 def broken(place: str, value: float) -> tuple[Any, Tensor, str]:
     """Return a quantized network, a batch, and the layer that first returns ``value``."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 5)).eval()
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 5)
+    ).eval()
     x = images()
     simulated(model, [x])
     tensors = {"weight": model[0].weight.data, "bias": model[3].bias.data, "input": x}
@@ -135,7 +149,10 @@ def test_the_report_does_not_call_nan_equal_predictions(place: str) -> None:
     outputs = found.data["outputs"]
     assert outputs["agreement"] == (0.0 if place != "input" else 0.75)
     assert verdict["grade"] == "poor" and not verdict["blame"]
-    assert f"NaN or infinity for these batches, and {first} is the first" in verdict["sentence"]
+    assert (
+        f"NaN or infinity for these batches, and {first} is the first"
+        in verdict["sentence"]
+    )
     assert "exclude" not in str(verdict["advice"])
 
 
@@ -145,14 +162,17 @@ def test_a_ranking_without_values_recommends_nothing(metric: str, value: float) 
     model, x, _ = broken("bias", value)
     text = str(torchq.sensitivity(model, [x], metric, progress=False))
     assert "exclude" not in text
-    assert "torchq.layer_errors names the layer that NaN or infinity comes from" in " ".join(
-        text.split()
+    assert (
+        "torchq.layer_errors names the layer that NaN or infinity comes from"
+        in " ".join(text.split())
     )
 
 
 def test_mixed_precision_names_what_is_wrong() -> None:
     model, x, _ = broken("bias", math.nan)
-    with pytest.raises(CalibrationError, match=r"damage of NaN for 0 in w8a8; .*layer_errors"):
+    with pytest.raises(
+        CalibrationError, match=r"damage of NaN for 0 in w8a8; .*layer_errors"
+    ):
         torchq.mixed_precision(model, [x], budget={"mean_bits": 6}, progress=False)
 
 
@@ -173,7 +193,9 @@ def test_deploy_refuses_a_simulation_that_returns_nan(engine: str) -> None:
     if engine != "torch":
         pytest.importorskip(engine)
     model, x, _ = broken("bias", math.nan)
-    with pytest.raises(ExportError, match=r"deploy: result 0 of the simulation is NaN .*layer_err"):
+    with pytest.raises(
+        ExportError, match=r"deploy: result 0 of the simulation is NaN .*layer_err"
+    ):
         torchq.deploy(model, x, target=engine, progress=False)
 
 

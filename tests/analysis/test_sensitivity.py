@@ -25,7 +25,9 @@ def vectors(count: int = 2, width: int = 24) -> list[Tensor]:
     return [torch.randn(64, width, generator=generator) for _ in range(count)]
 
 
-def quantized(model: nn.Module, batches: list[Tensor], *rules: torchq.Rule) -> nn.Module:
+def quantized(
+    model: nn.Module, batches: list[Tensor], *rules: torchq.Rule
+) -> nn.Module:
     return simulated(model, batches, torchq.recipes.integer(6, 6).with_rules(*rules))
 
 
@@ -50,7 +52,9 @@ class Routed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.small, self.large, self.last = (nn.Linear(24, 24) for _ in range(4))
+        self.a, self.small, self.large, self.last = (
+            nn.Linear(24, 24) for _ in range(4)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.a(self.a(x).relu_())
@@ -84,7 +88,10 @@ def test_scopes_switch_a_part(scope: str) -> None:
     with torch.no_grad(), torchq.disabled(model):
         expected = model(batches[0])
     others = {"input": "*.weight_quantizer", "weight": "*.input_quantizer"}[scope]
-    with torch.no_grad(), torchq.disabled(model, [others, *(f"{n}.*" for n in report.worst(2))]):
+    with (
+        torch.no_grad(),
+        torchq.disabled(model, [others, *(f"{n}.*" for n in report.worst(2))]),
+    ):
         assert not torch.equal(model(batches[0]), expected)
     whole = torchq.sensitivity(model, batches, progress=False)
     by_name = {row.name: row.value for row in whole.rows}
@@ -115,13 +122,17 @@ def test_functions_as_metrics() -> None:
 
 def divergence(model: nn.Module, batches: list[Tensor], name: str) -> float:
     """Return what quantizing one layer alone does to the probabilities of classes."""
-    others = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != name]
+    others = [
+        n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != name
+    ]
     with torch.no_grad():
         with torchq.disabled(model):
             wanted = model(torch.cat(batches)).double().log_softmax(1)
         with torchq.disabled(model, [f"{other}.*_quantizer" for other in others]):
             found = model(torch.cat(batches)).double().log_softmax(1)
-    return float(nn.functional.kl_div(found, wanted, log_target=True, reduction="batchmean"))
+    return float(
+        nn.functional.kl_div(found, wanted, log_target=True, reduction="batchmean")
+    )
 
 
 def test_the_estimate_agrees_with_the_measured_divergence() -> None:
@@ -151,7 +162,10 @@ class Heads(nn.Module):
 
 
 def test_the_estimate_follows_layers_that_return_several_tensors() -> None:
-    batches = [torch.randn(8, 5, 4, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    batches = [
+        torch.randn(8, 5, 4, generator=torch.Generator().manual_seed(i))
+        for i in range(2)
+    ]
     model = simulated(Heads().eval(), batches, torchq.recipes.integer(4, 4))
     rows = torchq.sensitivity(model, batches, "fisher", progress=False).rows
     assert {row.name for row in rows} >= {"attention", "out"}
@@ -181,7 +195,9 @@ def test_layers_that_are_not_reached_are_named_apart() -> None:
 
 def test_the_printed_ranking_names_what_to_exclude() -> None:
     batches = vectors(1)
-    report = torchq.sensitivity(quantized(classifier(), batches), batches, progress=False)
+    report = torchq.sensitivity(
+        quantized(classifier(), batches), batches, progress=False
+    )
     assert f"try exclude={report.worst(2)!r}" in str(report)
 
 
@@ -201,7 +217,10 @@ def test_a_broken_layer_comes_first() -> None:
         ({"metric": lambda a, b, c: 0}, "expected 'sqnr', 'fisher'"),
         ({"metric": "kl"}, "'fisher' .for the divergence of class probabilities."),
         ({"scope": "layers"}, "got scope 'layers'"),
-        ({"scope": ["head*"]}, r"got scope \[.head.*; expected one of .layer., .input., .weight."),
+        (
+            {"scope": ["head*"]},
+            r"got scope \[.head.*; expected one of .layer., .input., .weight.",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(options: dict[str, Any], text: str) -> None:

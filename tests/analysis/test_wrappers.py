@@ -32,7 +32,9 @@ BATCH = torch.arange(32.0).reshape(8, 4).sin()
 
 def quantized() -> nn.Sequential:
     torch.manual_seed(0)
-    return simulated(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).eval(), [BATCH])
+    return simulated(
+        nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).eval(), [BATCH]
+    )
 
 
 @pytest.mark.sample(12)
@@ -40,20 +42,26 @@ def quantized() -> nn.Sequential:
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("measure", MEASURES)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_a_wrapped_model_is_measured_as_the_model_inside(measure: str, wrapper: str) -> None:
+def test_a_wrapped_model_is_measured_as_the_model_inside(
+    measure: str, wrapper: str
+) -> None:
     function = partial(MEASURES[measure], progress=False)
     expected = function(quantized(), [BATCH])
     assert str(function(WRAPPERS[wrapper](quantized()), [BATCH])) == str(expected)
 
 
 @pytest.mark.sample(3)
-@pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks")
+@pytest.mark.filterwarnings(
+    "ignore:Using `torch.compile.module.` when there are global hooks"
+)
 @pytest.mark.parametrize("measure", MEASURES)
 def test_compiled_parts_run_as_they_are_written(measure: str) -> None:
     model = quantized()
     model[0] = WRAPPERS["compile"](model[0])
     MEASURES[measure](model, [BATCH], progress=False)
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="the model was compiled"):
+    with pytest.raises(
+        torch._dynamo.exc.BackendCompilerFailed, match="the model was compiled"
+    ):
         model(BATCH)
 
 

@@ -38,7 +38,13 @@ def test_cells_are_means_over_draws() -> None:
         {**row, "network": "a", "drop": 1.0, "same": 90.0, "kl": 0.1, "ratio": 1.2},
         {**row, "network": "a", "drop": 2.0, "same": 94.0, "kl": 0.3, "ratio": 2.2},
         {**row, "network": "b", **of_boxes, "recall_with_slack": 1.0, "ratio": 2.0},
-        {**row, "network": "a", "recipe": "peers", "method": "c", "missing": "not installed"},
+        {
+            **row,
+            "network": "a",
+            "recipe": "peers",
+            "method": "c",
+            "missing": "not installed",
+        },
     ]
     assert figures.accuracy(figures.Measured(rows)).splitlines()[2:] == [
         "| w4a4 | untouched | 1.5 / 92.0 % / 0.2000 | 0.750, 1.000 (0.500, 1.000) |",

@@ -80,6 +80,8 @@ def test_other_errors_and_endless_readers_are_failures(
 
 def test_a_number_names_one_mutation() -> None:
     data = {"modules": {"a": [1, 2.0, "x"]}, "version": 1}
-    first, second = (fuzz_mutations.mutate_data(Random("load:3"), data) for _ in range(2))
+    first, second = (
+        fuzz_mutations.mutate_data(Random("load:3"), data) for _ in range(2)
+    )
     assert repr(first) == repr(second) != repr(data)
     assert data == {"modules": {"a": [1, 2.0, "x"]}, "version": 1}

@@ -38,8 +38,20 @@ def test_medians_and_ratios() -> None:
     slow, fast = harness.compare(
         work.candidates(), baseline="slow", rounds=5, min_time=0.0, clock=work.clock
     )
-    assert (slow.candidate, slow.median_s, slow.ratio, slow.spread) == ("slow", 4.0, 1.0, 0.0)
-    assert (fast.candidate, fast.median_s, fast.ratio, fast.baseline, fast.rounds, fast.calls) == (
+    assert (slow.candidate, slow.median_s, slow.ratio, slow.spread) == (
+        "slow",
+        4.0,
+        1.0,
+        0.0,
+    )
+    assert (
+        fast.candidate,
+        fast.median_s,
+        fast.ratio,
+        fast.baseline,
+        fast.rounds,
+        fast.calls,
+    ) == (
         "fast",
         1.0,
         0.25,
@@ -52,7 +64,12 @@ def test_medians_and_ratios() -> None:
 def test_a_machine_that_slows_down_does_not_change_the_ratio() -> None:
     work = Workload(drift=1.5)
     _, fast = harness.compare(
-        work.candidates(), baseline="slow", rounds=6, warmup=0, min_time=0.0, clock=work.clock
+        work.candidates(),
+        baseline="slow",
+        rounds=6,
+        warmup=0,
+        min_time=0.0,
+        clock=work.clock,
     )
     assert fast.ratio == pytest.approx(0.25)
     assert fast.spread > 1.0
@@ -61,7 +78,12 @@ def test_a_machine_that_slows_down_does_not_change_the_ratio() -> None:
 def test_candidates_are_interleaved_and_take_turns_to_be_first() -> None:
     work = Workload()
     harness.compare(
-        work.candidates(), baseline="fast", rounds=3, warmup=2, min_time=0.0, clock=work.clock
+        work.candidates(),
+        baseline="fast",
+        rounds=3,
+        warmup=2,
+        min_time=0.0,
+        clock=work.clock,
     )
     assert (
         work.order[:6] == ["slow"] * 3 + ["fast"] * 3
@@ -72,7 +94,12 @@ def test_candidates_are_interleaved_and_take_turns_to_be_first() -> None:
 def test_short_calls_are_repeated_within_a_sample() -> None:
     work = Workload()
     slow, fast = harness.compare(
-        work.candidates(), baseline="fast", rounds=2, warmup=0, min_time=8.0, clock=work.clock
+        work.candidates(),
+        baseline="fast",
+        rounds=2,
+        warmup=0,
+        min_time=8.0,
+        clock=work.clock,
     )
     assert (slow.calls, fast.calls) == (2, 8)
     assert (slow.median_s, fast.median_s) == (4.0, 1.0)
@@ -114,10 +141,14 @@ def test_environment_names_hardware_and_versions_only() -> None:
     assert "tqdm" in found["versions"]
     assert "a-package-that-is-not-there" not in found["versions"]
     assert found["threads"] == torch.get_num_threads()
-    assert not any(part in json.dumps(found) for part in (str(Path.home()) + "/", str(Path.cwd())))
+    assert not any(
+        part in json.dumps(found) for part in (str(Path.home()) + "/", str(Path.cwd()))
+    )
 
 
-def test_lines_are_printed_and_appended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_are_printed_and_appended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "new" / "lines.jsonl"
     row = harness.Timing("fast", 2.5e-3, 0.04, 0.25, 0.2, 0.3, "slow", 5, 1, 2e-3)
     for name in ("demo", "again"):
@@ -133,7 +164,9 @@ def test_lines_are_printed_and_appended(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_options() -> None:
-    options = harness.parse(harness.parser("What it measures."), ["--quick", "--threads", "1"])
+    options = harness.parse(
+        harness.parser("What it measures."), ["--quick", "--threads", "1"]
+    )
     assert harness.timing(options) == {"rounds": 1, "warmup": 1, "min_time": 0.0}
     assert harness.timing(harness.parse(harness.parser(None), ["--rounds", "4"])) == {
         "rounds": 4,

@@ -19,7 +19,9 @@ def scale(amax: float, qmax: int = 127) -> float:
 
 
 def replacements(source: str) -> set[tuple[str, str]]:
-    return {(mutant.text, mutant.replacement) for mutant in mutants_of("scale.py", source)}
+    return {
+        (mutant.text, mutant.replacement) for mutant in mutants_of("scale.py", source)
+    }
 
 
 def test_numbers_operators_and_opposites_are_replaced_and_sentences_are_not() -> None:
@@ -47,17 +49,25 @@ def test_numbers_operators_and_opposites_are_replaced_and_sentences_are_not() ->
     ],
 )
 def test_each_kind(source: str, replacement: tuple[str, str] | None) -> None:
-    assert replacement in replacements(source) if replacement else not replacements(source)
+    assert (
+        replacement in replacements(source) if replacement else not replacements(source)
+    )
 
 
 def test_each_mutant_changes_one_place_and_has_a_key_of_its_own() -> None:
     mutants = mutants_of("scale.py", "a = 0 + 0\nb = 0 + 0\n")
-    assert len({mutant.apply("a = 0 + 0\nb = 0 + 0\n") for mutant in mutants}) == len(mutants) == 6
+    assert (
+        len({mutant.apply("a = 0 + 0\nb = 0 + 0\n") for mutant in mutants})
+        == len(mutants)
+        == 6
+    )
     assert len({mutant.key for mutant in mutants}) == 6
 
 
 @pytest.mark.slow
-def test_a_mutant_is_killed_by_a_test_that_passes_without_it_alone(tmp_path: Path) -> None:
+def test_a_mutant_is_killed_by_a_test_that_passes_without_it_alone(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "scale.py").write_text(SOURCE, "utf-8")
     (tmp_path / "test_scale.py").write_text(
         "from scale import scale\n\n"

@@ -53,7 +53,9 @@ def test_float_products_are_counted(
 
 
 def test_quantized_products_are_told_apart() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4)
+    )
     x = torch.randn(2, 3, 8, 8)
     torchq.quantize_(model, exclude=["3"])
     torchq.calibrate(model, [x], progress=False)

@@ -46,7 +46,8 @@ def batches(rank: int, repeats: int = 1) -> list[Tensor]:
     """Return three batches for even ranks, two for odd ones, of ranges that rise by rank."""
     generator = torch.Generator().manual_seed(rank)
     return [
-        torch.randn(7 * repeats, WIDE, generator=generator) * 4.0**rank for _ in range(3 - rank % 2)
+        torch.randn(7 * repeats, WIDE, generator=generator) * 4.0**rank
+        for _ in range(3 - rank % 2)
     ]
 
 
@@ -55,7 +56,9 @@ def feed(calibrators: list[Calibrator], rank: int, repeats: int = 1) -> None:
     for batch in batches(rank, repeats):
         for i, calibrator in enumerate(calibrators[:-1]):
             if i < len(calibrators) - 4 or rank == 1:
-                calibrator.collect(batch if i >= len(calibrators) - 5 else batch[:, :CHANNELS])
+                calibrator.collect(
+                    batch if i >= len(calibrators) - 5 else batch[:, :CHANNELS]
+                )
 
 
 def amaxes(calibrators: list[Calibrator]) -> list[Tensor | None]:
@@ -65,7 +68,11 @@ def amaxes(calibrators: list[Calibrator]) -> list[Tensor | None]:
 def failure(*calibrators: Calibrator, timeout: float = 60.0) -> str:
     """Return the error text of a sync, or of the range that follows."""
     try:
-        sync(calibrators, timeout=timeout, names=[f"layer{i}" for i in range(len(calibrators))])
+        sync(
+            calibrators,
+            timeout=timeout,
+            names=[f"layer{i}" for i in range(len(calibrators))],
+        )
         for calibrator in calibrators:
             calibrator.range()
     except TorchqError as error:

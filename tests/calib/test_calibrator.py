@@ -30,15 +30,23 @@ def test_max_per_block(axis: int, generator: torch.Generator) -> None:
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9, 0.99])
-def test_moving_average_follows_the_recurrence(momentum: float, generator: torch.Generator) -> None:
+def test_moving_average_follows_the_recurrence(
+    momentum: float, generator: torch.Generator
+) -> None:
     calibrator = Calibrator("moving_average", momentum=momentum)
     expected = None
     for batch in torch.randn(400, 30, generator=generator):
         calibrator.collect(batch)
         largest = batch.abs().max().item()
-        expected = largest if expected is None else momentum * expected + (1 - momentum) * largest
+        expected = (
+            largest
+            if expected is None
+            else momentum * expected + (1 - momentum) * largest
+        )
         # The batches beyond the window weigh 2**-25 together; one rounding to float32 adds 2**-24.
-        assert calibrator.range().high.item() == pytest.approx(expected, rel=2**-23, abs=0)
+        assert calibrator.range().high.item() == pytest.approx(
+            expected, rel=2**-23, abs=0
+        )
 
 
 def test_moving_average_memory_is_bounded() -> None:
@@ -61,14 +69,21 @@ def test_max_calibrator_has_one_method() -> None:
 def test_options_given_when_made_are_defaults(generator: torch.Generator) -> None:
     x = torch.randn(1000, generator=generator)
     calibrator = Calibrator(
-        "percentile", format=INT8, granularity=PerTensor(), percentile=50.0, num_bins=512
+        "percentile",
+        format=INT8,
+        granularity=PerTensor(),
+        percentile=50.0,
+        num_bins=512,
     )
     plain = Calibrator("histogram", num_bins=512)
     for c in (calibrator, plain):
         c.collect(x)
-    assert torch.equal(calibrator.range().high, plain.range("percentile", percentile=50.0).high)
     assert torch.equal(
-        calibrator.range(percentile=90.0).high, plain.range("percentile", percentile=90.0).high
+        calibrator.range().high, plain.range("percentile", percentile=50.0).high
+    )
+    assert torch.equal(
+        calibrator.range(percentile=90.0).high,
+        plain.range("percentile", percentile=90.0).high,
     )
     assert torch.equal(calibrator.range("mse").high, plain.range("mse").high)
     assert torch.equal(plain.range().high, plain.range("entropy").high)
@@ -91,12 +106,16 @@ def test_registry_lists_refuses_and_takes() -> None:
 
 
 def test_an_estimator_that_is_added_is_a_method() -> None:
-    def half(histogram: Histogram, format: Format, *, factor: float = 0.5) -> torch.Tensor:
+    def half(
+        histogram: Histogram, format: Format, *, factor: float = 0.5
+    ) -> torch.Tensor:
         return (factor * histogram.amax).reshape(histogram.shape)
 
     ESTIMATORS.add("half", half)
     try:
-        calibrator = Calibrator("half", format=INT8, granularity=PerTensor(), factor=0.25)
+        calibrator = Calibrator(
+            "half", format=INT8, granularity=PerTensor(), factor=0.25
+        )
         calibrator.collect(torch.tensor([1.0, -8.0]))
         assert "half" in methods()
         assert calibrator.range().high.item() == 2.0

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.contracts.calibrator_contract import SHAPE, CalibratorContract, Make, found, sample
+from tests.contracts.calibrator_contract import (
+    SHAPE,
+    CalibratorContract,
+    Make,
+    found,
+    sample,
+)
 from torchq.calib import Calibrator, methods
 from torchq.errors import CalibrationError
 from torchq.formats import E4M3, INT8, UINT8, PerAxis, PerTensor
@@ -24,7 +30,9 @@ KINDS: list[dict[str, Any]] = [
 CASES = [(method, kind) for kind in KINDS for method in methods()]
 
 
-@pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}-{'-'.join(map(str, case[1].values()))}")
+@pytest.fixture(
+    params=CASES, ids=lambda case: f"{case[0]}-{'-'.join(map(str, case[1].values()))}"
+)
 def case(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     return request.param
 
@@ -52,14 +60,22 @@ def test_channels_equal_a_calibrator_for_each(
     batches = sample(generator).split(2)
     together = found(partial(kind, granularity=PerAxis((1,))), *batches)
     alone = partial(kind, granularity=PerTensor())
-    each = [found(alone, *(b[:, channel] for b in batches)) for channel in range(SHAPE[1])]
+    each = [
+        found(alone, *(b[:, channel] for b in batches)) for channel in range(SHAPE[1])
+    ]
     for end in range(1 if symmetric else 2):
-        assert torch.equal(together[end].flatten(), torch.stack([one[end] for one in each]))
+        assert torch.equal(
+            together[end].flatten(), torch.stack([one[end] for one in each])
+        )
 
 
 @pytest.mark.parametrize("method", methods())
-def test_axes_are_those_of_the_amax_shape(method: str, generator: torch.Generator) -> None:
-    x = torch.randn(3, 4, 2, 5, generator=generator) * torch.arange(1.0, 9).view(1, 4, 2, 1)
+def test_axes_are_those_of_the_amax_shape(
+    method: str, generator: torch.Generator
+) -> None:
+    x = torch.randn(3, 4, 2, 5, generator=generator) * torch.arange(1.0, 9).view(
+        1, 4, 2, 1
+    )
     alone = partial(Calibrator, method, format=INT8, granularity=PerTensor())
     for axes in ((1, 2), (2, 1), (-2, 1)):
         make = partial(Calibrator, method, format=INT8, granularity=PerAxis(axes))
@@ -84,4 +100,6 @@ def test_unsigned_formats_ignore_what_they_clamp_away(
     x = torch.randn(1000, generator=generator)
     make = partial(Calibrator, method, format=UINT8, granularity=PerTensor())
     from_signs = found(make, torch.cat([x, -100 * x.abs()]))
-    assert from_signs == Range(found(make, torch.cat([x.relu(), torch.zeros(1000)])).high)
+    assert from_signs == Range(
+        found(make, torch.cat([x.relu(), torch.zeros(1000)])).high
+    )

@@ -16,7 +16,9 @@ Results = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module", params=[2, 3])
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Results:
     """Return the results of each rank."""
     folder = tmp_path_factory.mktemp("ranks")
     run_ranks(run, folder, request.param)
@@ -31,7 +33,9 @@ def single_process(world: int, repeats: int) -> list[torch.Tensor | None]:
 
 
 @pytest.mark.parametrize(("name", "repeats"), [("small", 1), ("large", 20)])
-def test_every_rank_has_the_bits_of_one_process(results: Results, name: str, repeats: int) -> None:
+def test_every_rank_has_the_bits_of_one_process(
+    results: Results, name: str, repeats: int
+) -> None:
     expected = single_process(len(results), repeats)
     assert expected[-1] is None
     for found in results:
@@ -44,7 +48,12 @@ def test_every_rank_has_the_bits_of_one_process(results: Results, name: str, rep
 def test_batches_of_all_ranks_are_counted(results: Results) -> None:
     total = sum(3 - rank % 2 for rank in range(len(results)))
     for found in results:
-        assert found["small batches"] == [total] * (len(found["small"]) - 4) + [2, 2, 2, 0]
+        assert found["small batches"] == [total] * (len(found["small"]) - 4) + [
+            2,
+            2,
+            2,
+            0,
+        ]
 
 
 def test_negative_values_of_all_ranks_are_counted(results: Results) -> None:
@@ -56,9 +65,15 @@ def test_negative_values_of_all_ranks_are_counted(results: Results) -> None:
         assert not any(negative[1:-4]) and not any(negative[-3:])
 
 
-def test_traffic_is_the_same_on_every_rank_and_for_any_amount_of_data(results: Results) -> None:
+def test_traffic_is_the_same_on_every_rank_and_for_any_amount_of_data(
+    results: Results,
+) -> None:
     for found in results:
-        assert found["large traffic"] == found["small traffic"] == results[0]["small traffic"]
+        assert (
+            found["large traffic"]
+            == found["small traffic"]
+            == results[0]["small traffic"]
+        )
 
 
 def test_sync_inside_inference_mode_leaves_normal_tensors(results: Results) -> None:
@@ -69,7 +84,9 @@ def test_sync_inside_inference_mode_leaves_normal_tensors(results: Results) -> N
 
 def test_non_finite_data_of_one_rank_is_an_error_on_all(results: Results) -> None:
     for found in results:
-        assert f"got NaN or infinite values in 1 of {len(results)} batches" in found["nan"]
+        assert (
+            f"got NaN or infinite values in 1 of {len(results)} batches" in found["nan"]
+        )
 
 
 def test_different_shapes_are_an_error_on_all(results: Results) -> None:

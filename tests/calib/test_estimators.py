@@ -28,7 +28,9 @@ FORMATS = [INT8, UINT8, INT4, UINT4, integer_format(3), E4M3, E2M1]
 def histogram_of(counts: list[int], width: float = 1.0) -> Histogram:
     """Return a histogram whose largest magnitude is the upper edge of the last occupied bin."""
     last = max((i + 1 for i, c in enumerate(counts) if c), default=0)
-    return Histogram(torch.tensor([counts]), torch.tensor([width]), torch.tensor([last * width]))
+    return Histogram(
+        torch.tensor([counts]), torch.tensor([width]), torch.tensor([last * width])
+    )
 
 
 def random_counts(kind: str, bins: int, generator: torch.Generator) -> list[int]:
@@ -101,7 +103,12 @@ def test_entropy_has_the_optimum_of_the_naive_loop(
 ) -> None:
     counts = random_counts(kind, 150 if format.bits < 8 else 280, generator)
     levels = [v for v in format.values if v >= 0]
-    assert abs(entropy(histogram_of(counts), format).item() - naive_entropy(counts, levels)) <= 1
+    assert (
+        abs(
+            entropy(histogram_of(counts), format).item() - naive_entropy(counts, levels)
+        )
+        <= 1
+    )
 
 
 @pytest.mark.parametrize("kind", ["normal", "laplace", "uniform", "zeros", "sparse"])
@@ -110,11 +117,15 @@ def test_mse_has_the_optimum_of_the_naive_loop(
     kind: str, format: Format, generator: torch.Generator
 ) -> None:
     counts = random_counts(kind, 150 if format.bits < 8 else 280, generator)
-    assert abs(mse(histogram_of(counts), format).item() - naive_mse(counts, format)) <= 1
+    assert (
+        abs(mse(histogram_of(counts), format).item() - naive_mse(counts, format)) <= 1
+    )
 
 
 @pytest.mark.parametrize("percent", [0.5, 37.0, 50.0, 99.0, 99.99, 100.0])
-def test_percentile_is_within_a_bin_of_sorting(percent: float, generator: torch.Generator) -> None:
+def test_percentile_is_within_a_bin_of_sorting(
+    percent: float, generator: torch.Generator
+) -> None:
     x = torch.randn(9973, generator=generator).abs()
     calibrator = Calibrator("entropy")
     calibrator.collect(x)
@@ -126,7 +137,10 @@ def test_percentile_is_within_a_bin_of_sorting(percent: float, generator: torch.
 
 def test_percentile_interpolates_within_the_bin() -> None:
     histogram = histogram_of([10, 0, 10], width=0.5)
-    values = [percentile(histogram, INT8, percentile=p).item() for p in (25.0, 50.0, 75.0, 100.0)]
+    values = [
+        percentile(histogram, INT8, percentile=p).item()
+        for p in (25.0, 50.0, 75.0, 100.0)
+    ]
     assert values == [0.25, 0.5, 1.25, 1.5]
 
 
@@ -139,7 +153,10 @@ def test_largest_is_exact() -> None:
 @pytest.mark.parametrize("estimator", [percentile, mse, entropy, largest])
 def test_no_count_at_all_gives_the_largest_magnitude(estimator: object) -> None:
     histogram = Histogram(
-        torch.zeros(2, 512, dtype=torch.int64), torch.ones(2), torch.tensor([0.0, 3.0]), (2, 1)
+        torch.zeros(2, 512, dtype=torch.int64),
+        torch.ones(2),
+        torch.tensor([0.0, 3.0]),
+        (2, 1),
     )
     assert callable(estimator)
     assert torch.equal(estimator(histogram, INT8), torch.tensor([[0.0], [3.0]]))
@@ -148,7 +165,10 @@ def test_no_count_at_all_gives_the_largest_magnitude(estimator: object) -> None:
 @pytest.mark.parametrize("estimator", [mse, entropy])
 def test_a_grid_finer_than_the_bins_keeps_everything(estimator: object) -> None:
     assert callable(estimator)
-    assert estimator(histogram_of([5, 4, 3, 2] * 64), format_by_name("int16")).item() == 256.0
+    assert (
+        estimator(histogram_of([5, 4, 3, 2] * 64), format_by_name("int16")).item()
+        == 256.0
+    )
 
 
 @pytest.mark.parametrize("method", ["mse", "entropy"])
@@ -156,7 +176,9 @@ def test_groups_and_candidates_may_be_cut_anywhere(
     method: str, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
 ) -> None:
     calibrator = Calibrator(method, granularity=PerAxis((1,)), num_bins=256)
-    calibrator.collect(torch.randn(50, 9, generator=generator) * torch.logspace(-2, 3, 9))
+    calibrator.collect(
+        torch.randn(50, 9, generator=generator) * torch.logspace(-2, 3, 9)
+    )
     whole = calibrator.range().high
     monkeypatch.setattr(estimators, "_CANDIDATES_TOGETHER", 7)
     monkeypatch.setattr(estimators, "_GROUPS_TOGETHER", 2)
@@ -168,7 +190,9 @@ def test_as_many_values_as_bins_keep_everything() -> None:
     # 16 bins and the 16 values of uint4: every bin has a value, so nothing is gained by a smaller
     # range, and no edge is tried.
     counts = [10**6] + [0] * 14 + [1]
-    histogram = Histogram(torch.tensor([counts]), torch.tensor([1.0]), torch.tensor([15.5]))
+    histogram = Histogram(
+        torch.tensor([counts]), torch.tensor([1.0]), torch.tensor([15.5])
+    )
     assert mse(histogram, UINT4).item() == 15.5
     assert entropy(histogram, UINT4).item() == 15.5
 

@@ -50,7 +50,9 @@ def same(a: HistogramObserver, b: HistogramObserver) -> bool:
 
 @pytest.mark.parametrize("bins", [16, 100, 2048])
 @pytest.mark.parametrize("scale", [1e-44, 1e-30, 0.01, 1.0, 300.0, 1e37])
-def test_counts_equal_the_definition(bins: int, scale: float, generator: torch.Generator) -> None:
+def test_counts_equal_the_definition(
+    bins: int, scale: float, generator: torch.Generator
+) -> None:
     x = torch.cat(
         [
             torch.randn(500, generator=generator) * scale,
@@ -69,7 +71,9 @@ def test_any_split_and_order_gives_the_same_histogram(
     granularity: PerTensor | PerAxis, generator: torch.Generator
 ) -> None:
     # 10000 values in 100 rows of rising range: the width doubles over and over.
-    x = torch.randn(100, 4, 25, generator=generator) * torch.logspace(-6, 5, 100).view(-1, 1, 1)
+    x = torch.randn(100, 4, 25, generator=generator) * torch.logspace(-6, 5, 100).view(
+        -1, 1, 1
+    )
     whole = observed(x, granularity=granularity)
     for batches in (
         x.split(15),
@@ -103,7 +107,10 @@ def test_the_device_path_counts_like_the_cpu_path(
         1, observer.counts.shape[0], -1
     )
     scale = power_of_two(-observer.exponent)
-    for count in (count_on_device_, lambda c, x, s, finite, *rest: count_on_cpu_(c, x, s, *rest)):
+    for count in (
+        count_on_device_,
+        lambda c, x, s, finite, *rest: count_on_cpu_(c, x, s, *rest),
+    ):
         counts = torch.zeros_like(observer.counts)
         count(counts, grouped, scale, torch.tensor(True), signed)
         assert torch.equal(counts, observer.counts)
@@ -111,12 +118,16 @@ def test_the_device_path_counts_like_the_cpu_path(
 
 def test_the_device_path_adds_nothing_for_non_finite_data() -> None:
     counts = torch.zeros(1, 64, dtype=torch.int64)
-    x = torch.tensor([0.0, 1.0, float("nan"), float("inf"), -float("inf")]).view(1, 1, -1)
+    x = torch.tensor([0.0, 1.0, float("nan"), float("inf"), -float("inf")]).view(
+        1, 1, -1
+    )
     count_on_device_(counts, x, torch.ones(1), torch.tensor(False), True)
     assert counts.count_nonzero() == 0
 
 
-def test_large_and_strided_tensors_are_counted_whole(generator: torch.Generator) -> None:
+def test_large_and_strided_tensors_are_counted_whole(
+    generator: torch.Generator,
+) -> None:
     # More than one piece in every direction, and views that are not dense.
     x = torch.randn(3, 70, 3000, generator=generator)
     for view in (x, x.transpose(0, 2), x[:, ::2, 1:], x[:, :1].expand(3, 70, 3000)):
@@ -132,7 +143,9 @@ def test_large_and_strided_tensors_are_counted_whole(generator: torch.Generator)
             index += torch.arange(len(rows)).view(-1, 1) * 128
             assert torch.equal(
                 observer.counts,
-                torch.bincount(index.flatten(), minlength=128 * len(rows)).view(-1, 128),
+                torch.bincount(index.flatten(), minlength=128 * len(rows)).view(
+                    -1, 128
+                ),
             )
 
 
@@ -155,9 +168,13 @@ def test_edges_are_multiples_of_the_width() -> None:
 
 @pytest.mark.parametrize("num_bins", [15, 65537, 2**40, 64.0, True, "2048", None])
 def test_blocks_and_other_numbers_of_bins_are_errors(num_bins: Any) -> None:
-    text = r"got PerBlock\(size=32, axis=-1\); expected one amax per tensor .* also 'mse'"
+    text = (
+        r"got PerBlock\(size=32, axis=-1\); expected one amax per tensor .* also 'mse'"
+    )
     with pytest.raises(ConfigError, match=text):
         HistogramObserver(PerBlock(32))
-    with pytest.raises(ConfigError, match=r"num_bins: got .*; expected an integer, at least 16"):
+    with pytest.raises(
+        ConfigError, match=r"num_bins: got .*; expected an integer, at least 16"
+    ):
         Calibrator("histogram", num_bins=num_bins)
     assert Calibrator("histogram", num_bins=65536).observers[0].num_bins == 65536

@@ -14,7 +14,9 @@ from torchq.formats import UINT8
 def model(unsigned: bool) -> nn.Module:
     net = nn.Sequential(nn.Linear(4, 4))
     rule = torchq.Rule(
-        "*", input=torchq.QuantDescriptor(unsigned=unsigned), weight=torchq.QuantDescriptor(axis=0)
+        "*",
+        input=torchq.QuantDescriptor(unsigned=unsigned),
+        weight=torchq.QuantDescriptor(axis=0),
     )
     torchq.quantize_(net, torchq.QuantConfig((rule,)))
     return net
@@ -23,7 +25,9 @@ def model(unsigned: bool) -> nn.Module:
 @pytest.mark.parametrize("method", ["max", "entropy"])
 def test_calibration_names_the_quantizer(method: str) -> None:
     batches = [torch.rand(3, 4), torch.rand(3, 4) - 0.5, torch.rand(3, 4)]
-    text = r"0\.input_quantizer: got negative values in 1 of 3 batches; uint8 makes them 0"
+    text = (
+        r"0\.input_quantizer: got negative values in 1 of 3 batches; uint8 makes them 0"
+    )
     with pytest.warns(UserWarning, match=text) as caught:
         torchq.calibrate(model(True), batches, method=method, progress=False)
     assert len(caught) == 1
@@ -53,7 +57,9 @@ def test_the_state_follows_the_data_to_another_device(method: str) -> None:
     calibrator.collect(torch.rand(8))
     (observer,) = calibrator.observers
     observer.prepare(observer.shape, torch.device("meta"))
-    state = [value for value in vars(observer).values() if isinstance(value, torch.Tensor)]
+    state = [
+        value for value in vars(observer).values() if isinstance(value, torch.Tensor)
+    ]
     state += list(vars(observer).get("recent", ()))
     assert len(state) > 1
     assert {tensor.device.type for tensor in state} == {"meta"}

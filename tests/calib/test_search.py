@@ -26,17 +26,23 @@ from torchq.nn import TensorQuantizer
 
 
 def squared_error(values: list[float], amax: float, bits: int) -> float:
-    return sum((scalar_fake_quantize(v, amax, bits, working=FLOAT64)[1] - v) ** 2 for v in values)
+    return sum(
+        (scalar_fake_quantize(v, amax, bits, working=FLOAT64)[1] - v) ** 2
+        for v in values
+    )
 
 
 @pytest.mark.parametrize("bits", [3, 4])
-def test_no_candidate_is_better_by_the_scalar_oracle(bits: int, generator: torch.Generator) -> None:
+def test_no_candidate_is_better_by_the_scalar_oracle(
+    bits: int, generator: torch.Generator
+) -> None:
     x = torch.randn(3, 40, generator=generator, dtype=torch.float64)
     found = search_range(x, integer_format(bits), PerAxis((0,)), candidates=21).high
     assert (found < PerAxis((0,)).amax(x)).any()
     for row, amax in zip(x.tolist(), found.flatten().tolist(), strict=True):
         least = min(
-            squared_error(row, max(map(abs, row)) * (1 - 0.8 * i / 20), bits) for i in range(21)
+            squared_error(row, max(map(abs, row)) * (1 - 0.8 * i / 20), bits)
+            for i in range(21)
         )
         # The candidates are computed alike up to float64 rounding, and so are the errors.
         assert squared_error(row, amax, bits) <= least * (1 + 1e-12)
@@ -67,27 +73,45 @@ def test_never_worse_than_the_maximum(
     assert (amax <= granularity.amax(x)).all()
 
     def error(amax: torch.Tensor) -> float:
-        return (fake_quantize(x, amax, format, granularity, scale_format) - x).square().sum().item()
+        return (
+            (fake_quantize(x, amax, format, granularity, scale_format) - x)
+            .square()
+            .sum()
+            .item()
+        )
 
     assert error(amax) <= error(granularity.amax(x))
 
 
 @pytest.mark.parametrize("granularity", [PerAxis((0,)), PerBlock(32, 1)])
-def test_pieces_do_not_show(granularity: Granularity, generator: torch.Generator) -> None:
+def test_pieces_do_not_show(
+    granularity: Granularity, generator: torch.Generator
+) -> None:
     x = torch.randn(70, 2048, generator=generator)
-    rows = [search_range(row.unsqueeze(0), INT4, granularity, candidates=5).high for row in x]
-    assert torch.equal(search_range(x, INT4, granularity, candidates=5).high, torch.cat(rows))
+    rows = [
+        search_range(row.unsqueeze(0), INT4, granularity, candidates=5).high
+        for row in x
+    ]
+    assert torch.equal(
+        search_range(x, INT4, granularity, candidates=5).high, torch.cat(rows)
+    )
 
 
 def test_of_equal_errors_the_largest_range_wins() -> None:
     # -1 is code -7 of scale 1/7, and code -8 of scale 1/8 (amax 7/8). Both candidates are exact.
-    assert torch.equal(fake_quantize(torch.tensor([-1.0]), 0.875, INT4), torch.tensor([-1.0]))
+    assert torch.equal(
+        fake_quantize(torch.tensor([-1.0]), 0.875, INT4), torch.tensor([-1.0])
+    )
     assert search_range(torch.tensor([-1.0]), INT4, candidates=33).high.item() == 1.0
 
 
-def test_a_scale_shared_by_all_blocks_is_never_cut_into_pieces(generator: torch.Generator) -> None:
+def test_a_scale_shared_by_all_blocks_is_never_cut_into_pieces(
+    generator: torch.Generator,
+) -> None:
     granularity = PerBlock(16, 1)
-    x = torch.randn(16, 16384, generator=generator) * torch.logspace(-3, 2, 16).unsqueeze(1)
+    x = torch.randn(16, 16384, generator=generator) * torch.logspace(
+        -3, 2, 16
+    ).unsqueeze(1)
     largest = granularity.amax(x)
     errors = []
     fractions = [1.0, 0.6, 0.2]
@@ -97,7 +121,8 @@ def test_a_scale_shared_by_all_blocks_is_never_cut_into_pieces(generator: torch.
     # argmin names the first of equals, which is the largest fraction.
     chosen = torch.tensor(fractions)[torch.stack(errors).argmin(0)]
     torch.testing.assert_close(
-        search_range(x, E2M1, granularity, scale_format=E4M3, candidates=3).high, largest * chosen
+        search_range(x, E2M1, granularity, scale_format=E4M3, candidates=3).high,
+        largest * chosen,
     )
 
 
@@ -118,7 +143,11 @@ def test_a_power_of_two_has_the_least_error_of_all(
     x = torch.randn(5000, generator=torch.Generator().manual_seed(bits))
     x[0] = outlier
     d = QuantDescriptor(
-        bits, calib_method="mse", power_of_two=True, symmetric=symmetric, unsigned=not symmetric
+        bits,
+        calib_method="mse",
+        power_of_two=True,
+        symmetric=symmetric,
+        unsigned=not symmetric,
     )
     quantizer = TensorQuantizer(d)
     quantizer.start_calibration()
@@ -141,7 +170,9 @@ def test_odd_tensors(low_dtype: torch.dtype, generator: torch.Generator) -> None
     """Dead channels and empty tensors; low precision is searched in float32."""
     x = torch.tensor([[0.0, 0.0], [1.0, -2.0]])
     assert search_range(x, INT8, PerAxis((0,))).high[0].item() == 0.0
-    assert search_range(torch.empty(0, 3), INT8, PerAxis((1,))).high.tolist() == [[0.0, 0.0, 0.0]]
+    assert search_range(torch.empty(0, 3), INT8, PerAxis((1,))).high.tolist() == [
+        [0.0, 0.0, 0.0]
+    ]
     assert search_range(torch.tensor(-3.0), INT8).high.item() == 3.0
     x = torch.randn(4, 64, generator=generator).to(low_dtype)
     with torch.inference_mode():

@@ -17,12 +17,15 @@ Printed = Callable[..., str]
 SOURCE = [*conftest.SOURCE, "--num-batches", "2"]
 
 
-def test_doctor_tells_by_its_exit_code(printed: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_tells_by_its_exit_code(
+    printed: Printed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "0 errors" not in printed("doctor", *SOURCE)
     left = json.loads(printed("doctor", *SOURCE, "--no-fuse", "--json"))
     assert [f["kind"] for f in left["findings"]] == ["batchnorm_left"]
     broken = torchq.analysis.DoctorReport(
-        (torchq.analysis.Finding("nan_range", "error", "0", "is NaN", "calibrate"),), ("nan_range",)
+        (torchq.analysis.Finding("nan_range", "error", "0", "is NaN", "calibrate"),),
+        ("nan_range",),
     )
     monkeypatch.setattr(torchq, "doctor", lambda *args, **kwargs: broken)
     assert "ERROR nan_range" in printed("doctor", *SOURCE, code=1)
@@ -38,7 +41,9 @@ def test_report(printed: Printed, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["report", "doctor"])
-def test_detections_are_a_metric_by_name(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_detections_are_a_metric_by_name(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Here for a model that detects nothing, which the error says."""
     assert main([command, *SOURCE, "--metric", "detections"]) == 2
     assert "Detections: got the output" in capsys.readouterr().err
@@ -58,7 +63,9 @@ def test_plan_and_the_config_that_it_writes(printed: Printed, folder: Path) -> N
     assert "budget mean_bits 6" in printed("plan", *SOURCE, *budget)
     config = torchq.QuantConfig.from_json((folder / "mixed.json").read_text())
     assert len(config.rules) == 3
-    assert "3 quantized" in printed("plan", "--model", "user_net:build", "--recipe", "mixed.json")
+    assert "3 quantized" in printed(
+        "plan", "--model", "user_net:build", "--recipe", "mixed.json"
+    )
 
 
 def write_photos(folder: Path) -> None:
@@ -66,7 +73,9 @@ def write_photos(folder: Path) -> None:
     for number, name in enumerate(("cats", "dogs")):
         (folder / name).mkdir(parents=True)
         for index in range(6):
-            pixels = torch.randint(0, 128, (20, 20, 3), generator=generator) + 120 * number
+            pixels = (
+                torch.randint(0, 128, (20, 20, 3), generator=generator) + 120 * number
+            )
             image = Image.fromarray(pixels.to(torch.uint8).numpy())
             image.save(folder / name / f"{index}.png")
 
@@ -76,7 +85,9 @@ def test_quantize_compares_by_itself(printed: Printed, folder: Path) -> None:
     source = ["--model", "user_net:build", "--data", "photos", "--image-size", "16"]
     source += ["--batch-size", "4", "--num-batches", "2"]
     text = printed("quantize", *source, "--labels")
-    line = next(line for line in text.splitlines() if line.startswith("beside the float model"))
+    line = next(
+        line for line in text.splitlines() if line.startswith("beside the float model")
+    )
     assert "on data that it was not calibrated with: accuracy " in line
     assert "% of 4, signal to noise" in line
     again = printed("quantize", *source, "--num-batches", "3", "--compare", "1")
@@ -93,11 +104,16 @@ def test_quantize_writes_the_report(printed: Printed, folder: Path) -> None:
     assert (folder / "r.html").stat().st_size > 100_000
 
 
-def test_quantize_writes_a_report_beside_its_file(printed: Printed, folder: Path) -> None:
+def test_quantize_writes_a_report_beside_its_file(
+    printed: Printed, folder: Path
+) -> None:
     pytest.importorskip("jinja2")
     data = json.loads(printed("quantize", *SOURCE, "--save", "net.pt", "--json"))
     assert data["files"] == {"save": "net.pt", "report": "net.report.html"}
-    assert data["comparison"]["held_out"] is True and data["comparison"]["agreement"] is not None
+    assert (
+        data["comparison"]["held_out"] is True
+        and data["comparison"]["agreement"] is not None
+    )
     assert (folder / "net.report.html").exists()
     assert "torchq-report.html: open it" in printed("quantize", *SOURCE)
     (folder / "torchq-report.html").unlink()
@@ -106,7 +122,9 @@ def test_quantize_writes_a_report_beside_its_file(printed: Printed, folder: Path
 
 
 def test_quantize_succeeds_without_the_package_for_reports(
-    printed: Printed, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    printed: Printed,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
     assert "no report: report: jinja2 is not installed" in printed("quantize", *SOURCE)
@@ -143,12 +161,20 @@ def test_interrupting_is_code_130(
 
 def test_a_forecast_needs_a_model_alone(printed: Callable[..., str]) -> None:
     shown = printed(
-        "forecast", "--model", "user_net:build", "--shape", "2,3,16,16", "--targets", "torch"
+        "forecast",
+        "--model",
+        "user_net:build",
+        "--shape",
+        "2,3,16,16",
+        "--targets",
+        "torch",
     )
     assert "one call of (2, 3, 16, 16) on 1 thread" in shown
     assert "\nfastest: torch, " in shown
 
 
-def test_a_forecast_names_a_shape_that_the_model_refuses(refused: Callable[..., str]) -> None:
+def test_a_forecast_names_a_shape_that_the_model_refuses(
+    refused: Callable[..., str],
+) -> None:
     text = refused("forecast", "--model", "user_net:build", "--shape", "2,4,16,16")
     assert "--shape 2,4,16,16: RuntimeError" in text

@@ -97,7 +97,10 @@ REFUSALS = [
     ("quantize --data nofolder", "no such folder"),
     ("quantize --data user_net:nothing", "got no batch"),
     ("quantize --data user_net:make_number", "expected an iterable of batches"),
-    ("quantize --data user_net:small", "fails on a batch of shape (2, 3, 2, 2) (RuntimeError"),
+    (
+        "quantize --data user_net:small",
+        "fails on a batch of shape (2, 3, 2, 2) (RuntimeError",
+    ),
     # files
     ("quantize --save a.onnx --export ./sub/../a.onnx", "of --export too"),
     ("quantize --save link --export a.onnx", "of --export too"),
@@ -126,8 +129,14 @@ REFUSALS = [
     ("quantize --weights sub", "--weights sub: is a folder; expected a file"),
     ("quantize --weights no.pt", "--weights no.pt: no such file"),
     ("quantize --weights user_net.py", "--weights user_net.py: UnpicklingError: "),
-    ("quantize --weights list.pt", "--weights list.pt: expected a state dict, a file of named"),
-    ("quantize --weights other.pt", "--weights other.pt: Error(s) in loading state_dict"),
+    (
+        "quantize --weights list.pt",
+        "--weights list.pt: expected a state dict, a file of named",
+    ),
+    (
+        "quantize --weights other.pt",
+        "--weights other.pt: Error(s) in loading state_dict",
+    ),
     ("quantize --data sub", "--data sub: no image in it; expected files like .jpg"),
     ("quantize --data noise", "cannot be read as an image"),
     ("quantize --recipe no.json", "--recipe no.json: no such file"),
@@ -175,7 +184,10 @@ def test_an_unknown_recipe_is_answered_with_all_names(refused: Refused) -> None:
     [
         (["quantize", "--model", "user_net:breaks_early"], "breaks_early: KeyError"),
         (["doctor", *MODEL, "--data", "user_net:breaks_early"], "--data user_net:"),
-        (["report", *MODEL, "--data", "user_net:breaks_late"], "IndexError: no such index"),
+        (
+            ["report", *MODEL, "--data", "user_net:breaks_late"],
+            "IndexError: no such index",
+        ),
         (["quantize", "--model", "raises:x"], "x: ValueError: at import (raises.py"),
     ],
     ids=["factory", "loader", "iterator", "module"],
@@ -194,7 +206,9 @@ def test_a_metric_that_gives_no_number_is_an_error(
     capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     assert main([command, *SOURCE, "--metric", "user_net:none"]) == 2
-    assert "--metric user_net:none: TypeError: float() argument" in capsys.readouterr().err
+    assert (
+        "--metric user_net:none: TypeError: float() argument" in capsys.readouterr().err
+    )
 
 
 def test_every_number_of_the_command_line_has_bounds() -> None:

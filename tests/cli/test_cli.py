@@ -28,12 +28,24 @@ def test_a_plan_is_printed_and_nothing_changes(folder: Path, printed: Printed) -
     out = printed("plan", *MODEL, "--rows", "--exclude", "6")
     assert "type:torch.nn.modules.conv.Conv[123]d" in out
     assert "SKIPPED: excluded" in out
-    left = [p.name for p in folder.iterdir() if p.suffix != ".py" and p.name != "__pycache__"]
+    left = [
+        p.name
+        for p in folder.iterdir()
+        if p.suffix != ".py" and p.name != "__pycache__"
+    ]
     assert left == []
 
 
 def test_quantize_saves_a_model_that_loads(folder: Path, printed: Printed) -> None:
-    options = ["--num-batches", "2", "--save", "out.pt", "--no-fuse", "--calib", "percentile"]
+    options = [
+        "--num-batches",
+        "2",
+        "--save",
+        "out.pt",
+        "--no-fuse",
+        "--calib",
+        "percentile",
+    ]
     assert "calibrated on 2 batches" in printed("quantize", *SOURCE, *options)
     build = importlib.import_module("user_net").build
     model = torchq.load(build(), folder / "out.pt")
@@ -67,13 +79,18 @@ def test_weights_that_lie_elsewhere_are_named_in_the_line_that_loads(
     folder: Path, printed: Printed, network: str, weights: str
 ) -> None:
     name = shutil.copy(FILES / network, folder)
-    (folder / Path(weights).name).write_bytes(b"")  # a decoy, which would be found by itself
+    (folder / Path(weights).name).write_bytes(
+        b""
+    )  # a decoy, which would be found by itself
     (folder / "elsewhere").mkdir()
     moved = str(shutil.copy(FILES / weights, folder / "elsewhere" / "renamed"))
     argv = ["quantize", str(name), "--weights", moved, *SOURCE[2:], "--save", "a.pt"]
     line = line_that_loads(printed(*argv, "--no-report"))
     assert repr(moved) in line
-    assert run_code(f"{line}; print(torchq.workflow.is_quantized(model))").strip() == "True"
+    assert (
+        run_code(f"{line}; print(torchq.workflow.is_quantized(model))").strip()
+        == "True"
+    )
 
 
 def test_every_part_of_a_folder_has_some_of_each_sub_folder(tmp_path: Path) -> None:
@@ -108,7 +125,9 @@ def test_quantize_reads_a_folder_of_images_and_a_weights_file(
     image = pytest.importorskip("PIL.Image")
     (folder / "photos" / "cat").mkdir(parents=True)
     for i in range(3):
-        image.new("L", (20 + i, 16), color=80 * i).save(folder / "photos" / "cat" / f"{i}.png")
+        image.new("L", (20 + i, 16), color=80 * i).save(
+            folder / "photos" / "cat" / f"{i}.png"
+        )
     state = importlib.import_module("user_net").build().state_dict()
     weights = {f"module.{k}": v + 1 for k, v in state.items()}
     torch.save({"state_dict": weights, "epoch": 3}, "w.pt")
@@ -123,8 +142,12 @@ def test_quantize_reads_an_onnx_file(printed: Printed) -> None:
     """A float file goes in, an INT8 file comes out; what was saved loads by the printed line."""
     model = importlib.import_module("user_net").build().eval()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of the exporter, about itself
-        torch.onnx.export(model, (torch.randn(8, 3, 16, 16),), "first.onnx", dynamo=False)
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # of the exporter, about itself
+        torch.onnx.export(
+            model, (torch.randn(8, 3, 16, 16),), "first.onnx", dynamo=False
+        )
     sources = [*SOURCE[2:], "--num-batches", "1"]
     outputs = ["--export", "second.onnx", "--save", "model.pt"]
     out = printed("quantize", "first.onnx", *sources, *outputs)
@@ -155,7 +178,9 @@ def test_python_m_torchq_is_the_same_program(
 def small_net() -> nn.Module:
     """Two of the blocks of the demo."""
     blocks = [demo.RepVGGBlock(1, 8), demo.RepVGGBlock(8, 16, stride=2)]
-    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+    return nn.Sequential(
+        *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)
+    )
 
 
 def few_digits(seed: int) -> tuple[demo.Split, demo.Split]:
@@ -176,7 +201,15 @@ def test_demo_runs_to_its_table(
     assert main(["demo", "--out", "demo", "--epochs", "2"]) == 0
     out = folder / "demo"
     assert {p.name for p in out.iterdir()} == {
-        *("fp32.onnx", "int8.onnx", "int8.pt", "w4a4.onnx", "w4a4.pt", "results.json", "table.md"),
+        *(
+            "fp32.onnx",
+            "int8.onnx",
+            "int8.pt",
+            "w4a4.onnx",
+            "w4a4.pt",
+            "results.json",
+            "table.md",
+        ),
         "report.html",
     }
     printed = capsys.readouterr()
@@ -185,8 +218,13 @@ def test_demo_runs_to_its_table(
     assert "train:" not in printed.err  # a bar, which needs a terminal
     rows = {row["model"]: row for row in json.loads((out / "results.json").read_text())}
     assert len(rows) == 7
-    assert rows["FP32, fused"]["agreement"] == rows["FP32, as trained"]["agreement"] == 1.0
-    assert rows["INT8 PTQ"]["agreement"] > 0.9 and rows["INT8 in PyTorch"]["agreement"] > 0.9
+    assert (
+        rows["FP32, fused"]["agreement"] == rows["FP32, as trained"]["agreement"] == 1.0
+    )
+    assert (
+        rows["INT8 PTQ"]["agreement"] > 0.9
+        and rows["INT8 in PyTorch"]["agreement"] > 0.9
+    )
 
 
 @pytest.mark.slow
@@ -198,7 +236,9 @@ def test_the_table_of_the_demo_shows_what_each_step_is_for(folder: Path) -> None
     rows = {row["model"]: row for row in json.loads(results)}
     # Three epochs: far from the full demo, but the order of things holds with a wide margin.
     assert rows["FP32, fused"]["accuracy"] > 0.8
-    assert rows["FP32, fused"]["agreement"] == rows["FP32, as trained"]["agreement"] == 1.0
+    assert (
+        rows["FP32, fused"]["agreement"] == rows["FP32, as trained"]["agreement"] == 1.0
+    )
     assert rows["INT8 PTQ"]["agreement"] > 0.95
     assert rows["INT8 in PyTorch"]["agreement"] > 0.95
     assert rows["W4A4 PTQ"]["accuracy"] < rows["W4A4 QAT"]["accuracy"]

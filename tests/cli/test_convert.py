@@ -23,15 +23,21 @@ def test_a_file_becomes_a_program(
     assert "torch.export.load" in capsys.readouterr().out
     x = torch.randn(2, 3, 16, 16)
     if name.endswith("json"):
-        model = torchq.from_mxnet(FILES / name, FILES / "mxnet_files/classifier-0000.params")
+        model = torchq.from_mxnet(
+            FILES / name, FILES / "mxnet_files/classifier-0000.params"
+        )
     else:
-        model = torchq.from_caffe(FILES / name, FILES / "caffe_files/classifier.caffemodel")
+        model = torchq.from_caffe(
+            FILES / name, FILES / "caffe_files/classifier.caffemodel"
+        )
     torch.testing.assert_close(torch.export.load(target).module()(x), model(x))
 
 
 def test_the_shape_of_an_input_may_be_given(tmp_path: Path) -> None:
     network = tmp_path / "net.prototxt"
-    network.write_text('input: "x" layer { name: "y" type: "ReLU" bottom: "x" top: "y" }')
+    network.write_text(
+        'input: "x" layer { name: "y" type: "ReLU" bottom: "x" top: "y" }'
+    )
     (tmp_path / "net.caffemodel").write_bytes(b"")
     target = str(tmp_path / "net.pt2")
     command = ["convert", str(network), "--to", target]
@@ -53,7 +59,16 @@ def test_a_network_of_mxnet_is_quantized_in_one_command(
         pixels = torch.randint(0, 255, (16, 16, 3), dtype=torch.uint8)
         image.fromarray(pixels.numpy()).save(photos / f"{number}.png")
     saved = tmp_path / "int8.pt"
-    command = ["quantize", str(tmp_path / "classifier-symbol.json"), "--data", str(photos)]
+    command = [
+        "quantize",
+        str(tmp_path / "classifier-symbol.json"),
+        "--data",
+        str(photos),
+    ]
     assert main([*command, "--image-size", "16", "--save", str(saved)]) == 0
     out = capsys.readouterr().out
-    assert saved.exists() and "torchq.from_mxnet(" in out and "classifier-0000.params" in out
+    assert (
+        saved.exists()
+        and "torchq.from_mxnet(" in out
+        and "classifier-0000.params" in out
+    )

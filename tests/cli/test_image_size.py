@@ -25,13 +25,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("cat", "dog"):
         (tmp_path / "photos" / name).mkdir(parents=True)
         for number in range(5):
-            pixels = torch.randint(0, 255, (40, 30, 3), generator=generator, dtype=torch.uint8)
-            image.fromarray(pixels.numpy()).save(tmp_path / "photos" / name / f"{number}.png")
+            pixels = torch.randint(
+                0, 255, (40, 30, 3), generator=generator, dtype=torch.uint8
+            )
+            image.fromarray(pixels.numpy()).save(
+                tmp_path / "photos" / name / f"{number}.png"
+            )
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def write(shape: list[Any], flat: list[int], name: str = "net.onnx", inputs: int = 1) -> str:
+def write(
+    shape: list[Any], flat: list[int], name: str = "net.onnx", inputs: int = 1
+) -> str:
     """Write a convolution, a Reshape to ``flat`` and a matrix product, and return the name."""
     w = Writer(17, seed=1)
     images = [w.input(f"x{number}", shape) for number in range(inputs)]
@@ -70,7 +76,11 @@ def test_a_folder_is_read_in_the_shape_that_the_file_fixes(
     assert shape_of("q.onnx") == [written, 3, HEIGHT, WIDTH]
     # The file computes what the float one does, for the batch that both take.
     session = pytest.importorskip("onnxruntime").InferenceSession
-    x = {"x0": torch.randn(batch if isinstance(batch, int) else 3, 3, HEIGHT, WIDTH).numpy()}
+    x = {
+        "x0": torch.randn(
+            batch if isinstance(batch, int) else 3, 3, HEIGHT, WIDTH
+        ).numpy()
+    }
     expected = torch.from_numpy(session(name).run(None, x)[0])
     quantized = session("q.onnx")
     renamed = {quantized.get_inputs()[0].name: x["x0"]}
@@ -85,7 +95,10 @@ def test_other_commands_read_a_folder_so_too(
 ) -> None:
     name = write([1, 3, HEIGHT, WIDTH], [1, -1])
     options = ["--budget", "mean_bits=8"] if command == "plan" else []
-    assert main([command, name, "--data", "photos", *options]) in (0, 1)  # 1: of the doctor
+    assert main([command, name, "--data", "photos", *options]) in (
+        0,
+        1,
+    )  # 1: of the doctor
     assert capsys.readouterr().err.count("error:") == 0
 
 
@@ -102,7 +115,9 @@ def test_another_size_than_that_of_the_file_is_refused(
     assert main([*argv, "--image-size", f"{HEIGHT}x{WIDTH}"]) == 0
 
 
-def test_a_size_that_the_file_leaves_open_may_be_given(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_size_that_the_file_leaves_open_may_be_given(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     name = write(["N", 3, HEIGHT, "W"], [0, -1])
     argv = ["quantize", name, "--data", "photos", "--export", "q.onnx", "--no-report"]
     assert main([*argv, "--image-size", f"{HEIGHT}x{WIDTH}"]) == 0
@@ -133,7 +148,9 @@ def test_a_folder_with_fewer_images_than_a_fixed_batch_is_refused(
 
 
 @pytest.mark.parametrize(("height", "width"), [(16, 16), (8, 24), (24, 8)])
-def test_images_are_cut_from_the_centre_in_their_proportion(height: int, width: int) -> None:
+def test_images_are_cut_from_the_centre_in_their_proportion(
+    height: int, width: int
+) -> None:
     """The left half is black and the right half white, so the edge stays in the middle."""
     Path("halves").mkdir()
     picture = torch.zeros(40, 60, 3, dtype=torch.uint8)
@@ -143,7 +160,10 @@ def test_images_are_cut_from_the_centre_in_their_proportion(height: int, width: 
     (batch,) = load_batches("halves", images)
     assert batch.shape == (1, 3, height, width)
     columns = batch.mean((0, 1, 2))
-    assert columns[: width // 2 - 2].max() < 0.05 and columns[width // 2 + 2 :].min() > 0.95
+    assert (
+        columns[: width // 2 - 2].max() < 0.05
+        and columns[width // 2 + 2 :].min() > 0.95
+    )
 
 
 def test_a_square_is_prepared_as_torchvision_does() -> None:

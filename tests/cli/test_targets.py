@@ -40,7 +40,13 @@ def loader():
 def command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     (folder / "residual_net.py").write_text(MODULE)
     monkeypatch.delitem(sys.modules, "residual_net", raising=False)
-    return ["quantize", "--model", "residual_net:Residual", "--data", "residual_net:loader"]
+    return [
+        "quantize",
+        "--model",
+        "residual_net:Residual",
+        "--data",
+        "residual_net:loader",
+    ]
 
 
 def test_only_the_mean_of_images_runs_in_float(
@@ -54,7 +60,9 @@ def test_only_the_mean_of_images_runs_in_float(
     assert kinds == {"QLinearConv": 4, "QLinearAdd": 1, "MatMulIntegerToFloat": 1}
 
 
-def test_a_plan_shows_what_the_target_adds(command: list[str], printed: Callable[..., str]) -> None:
+def test_a_plan_shows_what_the_target_adds(
+    command: list[str], printed: Callable[..., str]
+) -> None:
     plan = ["plan", *command[1:], "--rows"]
     assert "quant_add" not in printed(*plan)
     assert "quant_add" in printed(*plan, "--target", "onnxruntime")
@@ -63,7 +71,9 @@ def test_a_plan_shows_what_the_target_adds(command: list[str], printed: Callable
 def test_help_lists_the_registered_targets(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["quantize", "--help"])
-    assert "{" + ",".join(torchq.targets()) + "}" in capsys.readouterr().out.replace("\n", "")
+    assert "{" + ",".join(torchq.targets()) + "}" in capsys.readouterr().out.replace(
+        "\n", ""
+    )
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,9 @@ def test_custom_calibrators_derive_from_the_base() -> None:
         _Calibrator(8, None, False).reset()
 
 
-def numpy_histogram(batches: list[np.ndarray], num_bins: int) -> tuple[np.ndarray, np.ndarray]:
+def numpy_histogram(
+    batches: list[np.ndarray], num_bins: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the bins of the original: the range of the first batch, then more of that width."""
     first = np.abs(batches[0])
     edges = np.linspace(0, first.max(), num_bins + 1)
@@ -88,13 +90,17 @@ def test_histogram_of_growing_batches(torch_hist: bool) -> None:
     options: Any = {"num_bins": 19, "grow_method": "append", "torch_hist": torch_hist}
     calibrator = calib.HistogramCalibrator(8, None, False, **options)
     generators = [torch.Generator().manual_seed(seed) for seed in range(6)]
-    batches = [torch.rand(1023, generator=g) + seed % 2 for seed, g in enumerate(generators)]
+    batches = [
+        torch.rand(1023, generator=g) + seed % 2 for seed, g in enumerate(generators)
+    ]
     for batch in batches:
         calibrator.collect(batch)
     counts, edges = numpy_histogram([batch.numpy() for batch in batches], 19)
     assert calibrator._calib_hist.tolist() == counts.tolist()
     found = calibrator._calib_bin_edges.numpy()
-    np.testing.assert_allclose(found, edges, rtol=1e-6)  # fp32 products of the bin width
+    np.testing.assert_allclose(
+        found, edges, rtol=1e-6
+    )  # fp32 products of the bin width
     assert calibrator._calib_hist.numel() == len(found) - 1 == calibrator._num_bins
 
 
@@ -135,14 +141,18 @@ def test_entropy_is_the_definition(
     stops = range(start, 161, stride)
     scores = divergences(counts.numpy(), 1 << (bits - 1 + unsigned), stops)
     least = min(scores) * (1 + 1e-12)
-    best = max(stop for stop, score in zip(stops, scores, strict=True) if score <= least)
+    best = max(
+        stop for stop, score in zip(stops, scores, strict=True) if score <= least
+    )
     found = calibrator.compute_amax("entropy", stride=stride, start_bin=start)
     assert found == calibrator._calib_bin_edges[best]
     assert calibrator._calib_hist.equal(counts)  # looking changes nothing
 
 
 @pytest.mark.parametrize(
-    ("bits", "unsigned"), [(8, False), (8, True), (4, False), ((4, 3), False), (0, False)], ids=str
+    ("bits", "unsigned"),
+    [(8, False), (8, True), (4, False), ((4, 3), False), (0, False)],
+    ids=str,
 )
 def test_mse_is_the_definition(bits: Any, unsigned: bool) -> None:
     x = torch.cat([draw(2000), torch.tensor([6.0])])
@@ -161,7 +171,9 @@ def test_mse_is_the_definition(bits: Any, unsigned: bool) -> None:
         return float((rounded - centers).double().square() @ counts)
 
     best = min(range(128, 200, 5), key=lambda i: error(centers[i]))
-    assert calibrator.compute_amax("mse", start_bin=128, stride=5).item() == centers[best]
+    assert (
+        calibrator.compute_amax("mse", start_bin=128, stride=5).item() == centers[best]
+    )
 
 
 HUNDRED = torch.arange(100)
@@ -179,13 +191,20 @@ WITH_ZEROS = [torch.tensor([0, 0, 1, 2, 3, 4, 5]), torch.tensor([0, 6, 7, 8, 9, 
     ],
 )
 def test_percentiles(
-    batches: list[torch.Tensor], options: Any, percentile: float, near: float, within: float
+    batches: list[torch.Tensor],
+    options: Any,
+    percentile: float,
+    near: float,
+    within: float,
 ) -> None:
     """``within`` is about a bin: the answer is the lower edge of one."""
     calibrator = calib.HistogramCalibrator(8, None, **{"unsigned": False, **options})
     for batch in batches:
         calibrator.collect(batch)
-    assert abs(calibrator.compute_amax("percentile", percentile=percentile).item() - near) <= within
+    assert (
+        abs(calibrator.compute_amax("percentile", percentile=percentile).item() - near)
+        <= within
+    )
 
 
 LINEAR = torch.nn.Linear(1, 1)
@@ -202,13 +221,41 @@ def of_fp8() -> calib.HistogramCalibrator:
     [
         (lambda c: c.compute_amax("percentile", percentile=-10), ValueError, "range"),
         (lambda c: c.compute_amax("percentile", percentile=200), ValueError, "range"),
-        (lambda c: of_fp8().compute_amax("entropy"), ValueError, "expected an integer format"),
-        (lambda c: c.compute_amax("best"), TypeError, "Unknown calibration method 'best'"),
-        (lambda c: c.compute_amax("mse", start_bin=4000), ValueError, "start_bin: got 4000"),
-        (lambda c: c.collect(torch.tensor([1.0, torch.nan])), RuntimeError, "NaN or infinite"),
-        (lambda c: c.collect(torch.tensor([-torch.inf])), RuntimeError, "NaN or infinite"),
-        (lambda c: calib.HistogramCalibrator(8, 0, False), NotImplementedError, "axis=0; expected"),
-        (lambda c: calib.calibrate_weights(LINEAR, method="best"), TypeError, "Unsupported calibr"),
+        (
+            lambda c: of_fp8().compute_amax("entropy"),
+            ValueError,
+            "expected an integer format",
+        ),
+        (
+            lambda c: c.compute_amax("best"),
+            TypeError,
+            "Unknown calibration method 'best'",
+        ),
+        (
+            lambda c: c.compute_amax("mse", start_bin=4000),
+            ValueError,
+            "start_bin: got 4000",
+        ),
+        (
+            lambda c: c.collect(torch.tensor([1.0, torch.nan])),
+            RuntimeError,
+            "NaN or infinite",
+        ),
+        (
+            lambda c: c.collect(torch.tensor([-torch.inf])),
+            RuntimeError,
+            "NaN or infinite",
+        ),
+        (
+            lambda c: calib.HistogramCalibrator(8, 0, False),
+            NotImplementedError,
+            "axis=0; expected",
+        ),
+        (
+            lambda c: calib.calibrate_weights(LINEAR, method="best"),
+            TypeError,
+            "Unsupported calibr",
+        ),
     ],
 )
 def test_histogram_errors(call: Any, error: type[Exception], text: str) -> None:
@@ -243,7 +290,9 @@ def test_a_range_that_explodes_keeps_the_histogram_small() -> None:
     assert calibrator._calib_hist.sum() == 2000
     assert calibrator._calib_bin_edges[-1] >= 1e6
     amax = calibrator.compute_amax("percentile", percentile=75)
-    assert amax == pytest.approx(5e5, rel=2 / 1000)  # a thousandth is the distance of the data
+    assert amax == pytest.approx(
+        5e5, rel=2 / 1000
+    )  # a thousandth is the distance of the data
 
 
 def test_counts_do_not_saturate_in_float32() -> None:
@@ -260,7 +309,9 @@ def test_collecting_leaves_the_tensor_alone(dtype: torch.dtype) -> None:
         calibrator = kind(8, None, False)
         calibrator.collect(x)
         amax = calibrator.compute_amax()
-        assert not amax.requires_grad and amax.dtype is torch.float32 and amax.shape == ()
+        assert (
+            not amax.requires_grad and amax.dtype is torch.float32 and amax.shape == ()
+        )
         assert repr(calibrator) and str(copy.deepcopy(calibrator)) == str(calibrator)
     assert x.detach().equal(before)
 
@@ -275,7 +326,9 @@ def layers() -> torch.nn.Sequential:
 @pytest.mark.parametrize("perchannel", [True, False])
 def test_calibrate_weights(method: str, perchannel: bool) -> None:
     model = layers()
-    calib.calibrate_weights(model, method=method, perchannel=perchannel, percentile=99.0)
+    calib.calibrate_weights(
+        model, method=method, perchannel=perchannel, percentile=99.0
+    )
     for module in model:
         weight, amax = module.weight, module.weight_quantizer.amax
         axis = 1 if module.weight.shape == (4, 6, 2, 2) else 0

@@ -41,7 +41,10 @@ def core_model() -> nn.Sequential:
 
 def old_state(input_amax: Tensor, weight_amax: Tensor) -> dict[str, Tensor]:
     """As the original saved it."""
-    ranges = {"0._input_quantizer._amax": input_amax, "0._weight_quantizer._amax": weight_amax}
+    ranges = {
+        "0._input_quantizer._amax": input_amax,
+        "0._weight_quantizer._amax": weight_amax,
+    }
     ranges["3._input_quantizer._amax"] = torch.tensor(1.5)
     ranges["3._weight_quantizer._amax"] = torch.tensor([[0.2], [0.3]])
     return {**floats().state_dict(), **ranges}
@@ -92,7 +95,9 @@ def test_core_checkpoints_load_in_legacy_modules() -> None:
     uncalibrated = copy.deepcopy(core.state_dict())
     batches = [torch.randn(256, 3, 4, 4)]
     torchq.calibrate(core, batches, progress=False)
-    with pytest.raises(RuntimeError, match=r"\d\.output_shift: corrects a result.*correct=False"):
+    with pytest.raises(
+        RuntimeError, match=r"\d\.output_shift: corrects a result.*correct=False"
+    ):
         legacy_model().load_state_dict(core.state_dict(), strict=True)
     torchq.calibrate(core, batches, force=True, correct=False, progress=False)
     legacy = legacy_model()
@@ -125,7 +130,9 @@ def test_learned_and_scaled_quantizers_round_trip(tmp_path: Path) -> None:
     clip = {"clip.clip_value_min", "clip.clip_value_max"}
     assert set(first.state_dict()) == {"_amax", "_pre_quant_scale", *clip}
     second = quant_nn.TensorQuantizer(QuantDescriptor(learn_amax=True))
-    second.load_state_dict(torch.load(tmp_path / "q.pth", weights_only=True), strict=True)
+    second.load_state_dict(
+        torch.load(tmp_path / "q.pth", weights_only=True), strict=True
+    )
     assert second.clip.clip_value_max == second.amax == 0.5
     assert second.pre_quant_scale.tolist() == [1, 2]
 
@@ -175,17 +182,33 @@ def test_pickled_modules_of_the_original_load(old_names: None) -> None:
     layer = quant_nn.QuantConv2d(3, 4, 3, quant_desc_input=by_histogram)
     layer.input_quantizer.amax = 2.0
     common = {"_num_bits": 8, "_unsigned": False}
-    histogram = {**common, "_axis": None, "_num_bins": 4, "_skip_zeros": False, "_torch_hist": True}
+    histogram = {
+        **common,
+        "_axis": None,
+        "_num_bins": 4,
+        "_skip_zeros": False,
+        "_torch_hist": True,
+    }
     histogram["_calib_hist"] = np.array([1.0, 0.0, 2.0, 1.0])
     histogram["_calib_bin_edges"] = np.linspace(0, 2, 5)
-    maximum = {**common, "_axis": 0, "_track_amax": False, "_calib_amax": torch.tensor(3.0)}
-    data = old_pickle(layer, {"_input_quantizer": histogram, "_weight_quantizer": maximum})
+    maximum = {
+        **common,
+        "_axis": 0,
+        "_track_amax": False,
+        "_calib_amax": torch.tensor(3.0),
+    }
+    data = old_pickle(
+        layer, {"_input_quantizer": histogram, "_weight_quantizer": maximum}
+    )
     assert b"torchq" not in data
     assert "pytorch_quantization" in sys.modules
     loaded = pickle.loads(data)
     x = torch.randn(1, 3, 5, 5)
     assert loaded(x).equal(layer(x))
-    assert loaded.input_quantizer._calibrator.compute_amax("percentile", percentile=70) == 1.0
+    assert (
+        loaded.input_quantizer._calibrator.compute_amax("percentile", percentile=70)
+        == 1.0
+    )
     loaded.input_quantizer._calibrator.collect(torch.tensor([4.0]))
     assert loaded.input_quantizer._calibrator._calib_hist.sum() == 5
     assert loaded.weight_quantizer._calibrator.compute_amax() == 3.0

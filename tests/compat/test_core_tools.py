@@ -38,8 +38,12 @@ def test_calibrate() -> None:
 @pytest.mark.parametrize("disabled", [False, True])
 @pytest.mark.parametrize("quant", [False, True])
 @pytest.mark.parametrize("calib", [False, True])
-def test_modes_map_to_the_flags_and_back(disabled: bool, quant: bool, calib: bool) -> None:
-    quantizer = quant_nn.TensorQuantizer(disabled=disabled, if_quant=quant, if_calib=calib)
+def test_modes_map_to_the_flags_and_back(
+    disabled: bool, quant: bool, calib: bool
+) -> None:
+    quantizer = quant_nn.TensorQuantizer(
+        disabled=disabled, if_quant=quant, if_calib=calib
+    )
     before = quantizer.mode
     on = [] if disabled else ["observe"] * calib + ["quantize"] * quant
     assert before == ("+".join(on) or "off")
@@ -59,8 +63,17 @@ def test_summary_and_descriptor() -> None:
     model = legacy_model()
     torchq.calibrate(model, [batch()], progress=False)
     text = str(torchq.summary(model))
-    assert "0._input_quantizer" in text and "3._weight_quantizer" in text and "int8" in text
-    options: Any = {"axis": 0, "unsigned": True, "scale_amax": 0.5, "narrow_range": True}
+    assert (
+        "0._input_quantizer" in text
+        and "3._weight_quantizer" in text
+        and "int8" in text
+    )
+    options: Any = {
+        "axis": 0,
+        "unsigned": True,
+        "scale_amax": 0.5,
+        "narrow_range": True,
+    }
     found = quant_nn.TensorQuantizer(QuantDescriptor(4, **options)).descriptor
     assert found == torchq.QuantDescriptor(4, **options)
     float8 = quant_nn.TensorQuantizer(QuantDescriptor((4, 3), unsigned=True))
@@ -91,7 +104,9 @@ def test_saved_legacy_models_load_as_new_ones(tmp_path: Path) -> None:
     model = legacy_model()
     torchq.calibrate(model, [batch()], progress=False)
     torchq.save(model, tmp_path / "model.pt")
-    fresh = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(16, 2))
+    fresh = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(16, 2)
+    )
     torchq.load(fresh, tmp_path / "model.pt")
     names = ["QuantConv2d", "QuantAvgPool2d", "Flatten", "QuantLinear"]
     assert [type(m).__name__ for m in fresh] == names

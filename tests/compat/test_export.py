@@ -22,11 +22,16 @@ onnx = pytest.importorskip("onnx")
 
 # The TorchScript exporter and tracing warn about themselves on every call.
 pytestmark = pytest.mark.filterwarnings("ignore")
-EXPORTERS = pytest.mark.parametrize("dynamo", [False, True], ids=["torchscript", "dynamo"])
+EXPORTERS = pytest.mark.parametrize(
+    "dynamo", [False, True], ids=["torchscript", "dynamo"]
+)
 
 
 def calibrated(
-    num_bits: Any = 8, per_channel: bool = True, dtype: torch.dtype = torch.float32, **options: Any
+    num_bits: Any = 8,
+    per_channel: bool = True,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
 ) -> nn.Sequential:
     descriptors = {
         "quant_desc_input": QuantDescriptor(num_bits, **options),
@@ -59,7 +64,9 @@ def example(dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(5, 6, generator=torch.Generator().manual_seed(2)).to(dtype)
 
 
-def export(model: nn.Module, x: Tensor, path: Path, *, dynamo: bool, opset: int = 19) -> Any:
+def export(
+    model: nn.Module, x: Tensor, path: Path, *, dynamo: bool, opset: int = 19
+) -> Any:
     if dynamo:
         pytest.importorskip("onnxscript")
     options: Any = {"opset_version": opset, "input_names": ["input"], "dynamo": dynamo}
@@ -76,7 +83,9 @@ def run(path: Path, x: Tensor) -> Tensor:
     runtime = pytest.importorskip("onnxruntime")
     options = runtime.SessionOptions()
     options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    session = runtime.InferenceSession(
+        str(path), options, providers=["CPUExecutionProvider"]
+    )
     return torch.from_numpy(session.run(None, {"input": x.numpy()})[0])
 
 
@@ -120,7 +129,9 @@ def test_other_formats(tmp_path: Path, dynamo: bool, options: dict[str, Any]) ->
     opset = 21 if dynamo and "num_bits" in options else 19
     found = export(model, x, tmp_path / "model.onnx", dynamo=dynamo, opset=opset)
     assert count(found, "QuantizeLinear") == 4
-    if x.dtype is not torch.bfloat16:  # onnxruntime multiplies no such matrices on the CPU
+    if (
+        x.dtype is not torch.bfloat16
+    ):  # onnxruntime multiplies no such matrices on the CPU
         atol = 1e-5 if x.dtype is torch.float32 else 1e-2
         close(tmp_path / "model.onnx", model, x, atol)
 
@@ -142,18 +153,27 @@ STANDARD = ("QuantizeLinear", "DequantizeLinear")
 @pytest.mark.parametrize(
     ("dynamo", "opset", "operators", "dtype"),
     [
-        *((False, 17, TENSORRT, kind) for kind in (torch.float32, torch.float16, torch.bfloat16)),
+        *(
+            (False, 17, TENSORRT, kind)
+            for kind in (torch.float32, torch.float16, torch.bfloat16)
+        ),
         *((dynamo, 19, STANDARD, torch.float32) for dynamo in (False, True)),
     ],
     ids=str,
 )
 def test_fp8(
-    tmp_path: Path, dynamo: bool, opset: int, operators: tuple[str, str], dtype: torch.dtype
+    tmp_path: Path,
+    dynamo: bool,
+    opset: int,
+    operators: tuple[str, str],
+    dtype: torch.dtype,
 ) -> None:
     """Before opset 19 there is no standard operator, so TensorRT's own are written."""
     model = calibrated((4, 3), per_channel=False, dtype=dtype)
     with enable_onnx_export():
-        found = export(model, example(dtype), tmp_path / "model.onnx", dynamo=dynamo, opset=opset)
+        found = export(
+            model, example(dtype), tmp_path / "model.onnx", dynamo=dynamo, opset=opset
+        )
     assert [count(found, name) for name in operators] == [4, 4]
     assert {node.domain for node in found.graph.node if node.op_type in operators} == (
         {"trt"} if opset == 17 else {""}
@@ -184,7 +204,10 @@ class Branches(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         left = self.left(x)
-        return self.after_both(torch.cat((left, self.right(x)), 1)) + self.after_left(left).mean()
+        return (
+            self.after_both(torch.cat((left, self.right(x)), 1))
+            + self.after_left(left).mean()
+        )
 
 
 def images(seed: int) -> Tensor:
@@ -216,7 +239,9 @@ def test_rules_read_from_an_uncalibrated_export(tmp_path: Path, dynamo: bool) ->
     model = Branches().eval()
     quant_nn.TensorQuantizer.use_fb_fake_quant = True
     rules = export(model, images(0), tmp_path / "rules.onnx", dynamo=dynamo)
-    pairs = [names for names in convolutions_by_input(rules).values() if len(names) == 2]
+    pairs = [
+        names for names in convolutions_by_input(rules).values() if len(names) == 2
+    ]
     quant_nn.TensorQuantizer.use_fb_fake_quant = False
     assert pairs == [["left", "right"]]
     assert all(quantizer.amax is None for quantizer in quantizers(model))
@@ -232,12 +257,17 @@ def test_rules_read_from_an_uncalibrated_export(tmp_path: Path, dynamo: bool) ->
 
 
 @EXPORTERS
-def test_an_unknown_range_is_refused_only_on_request(tmp_path: Path, dynamo: bool) -> None:
+def test_an_unknown_range_is_refused_only_on_request(
+    tmp_path: Path, dynamo: bool
+) -> None:
     model = quant_nn.QuantLinear(6, 8).eval()
     x = example()
     file = export(model, x, tmp_path / "model.onnx", dynamo=dynamo)
     assert count(file, "QuantizeLinear") == 2
-    with enable_onnx_export(), pytest.raises(Exception, match="has not been calibrated"):
+    with (
+        enable_onnx_export(),
+        pytest.raises(Exception, match="has not been calibrated"),
+    ):
         export(model, x, tmp_path / "model.onnx", dynamo=dynamo)
 
 
@@ -273,7 +303,9 @@ def test_functions_in_a_forward_become_operators(
     if dynamo and function not in (fake_tensor_quant, scaled_e4m3):
         pytest.skip("the symbolic of the class serves the older exporter")
     x = torch.linspace(-3, 3, 12).reshape(3, 4)
-    file = export(Functional(function, *arguments), x, tmp_path / "model.onnx", dynamo=dynamo)
+    file = export(
+        Functional(function, *arguments), x, tmp_path / "model.onnx", dynamo=dynamo
+    )
     names = [node.op_type for node in file.graph.node if node.op_type != "Constant"]
     assert names == ["QuantizeLinear", "DequantizeLinear"]
 

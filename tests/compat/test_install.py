@@ -23,7 +23,14 @@ MODULES = """
 
 SPATIAL = [
     f"{kind}{d}d"
-    for kind in ("Conv", "ConvTranspose", "MaxPool", "AvgPool", "AdaptiveAvgPool", "InstanceNorm")
+    for kind in (
+        "Conv",
+        "ConvTranspose",
+        "MaxPool",
+        "AvgPool",
+        "AdaptiveAvgPool",
+        "InstanceNorm",
+    )
     for d in (1, 2, 3)
 ]
 LAYERS = [*SPATIAL, "Linear", "LSTM", "LSTMCell"]
@@ -67,7 +74,9 @@ def test_install_twice_and_uninstall() -> None:
     torchq.compat.install()
     assert sys.modules["pytorch_quantization"] is package
     torchq.compat.uninstall()
-    assert not [name for name in sys.modules if name.split(".")[0] == "pytorch_quantization"]
+    assert not [
+        name for name in sys.modules if name.split(".")[0] == "pytorch_quantization"
+    ]
     torchq.compat.uninstall()
     with pytest.raises(ImportError):
         importlib.import_module("pytorch_quantization")
@@ -92,7 +101,9 @@ def test_libraries_find_a_distribution_while_it_is_installed() -> None:
         version()
 
 
-def test_another_package_of_that_name_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_package_of_that_name_is_not_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     other = ModuleType("pytorch_quantization")
     other.__file__ = "elsewhere.py"
     monkeypatch.setitem(sys.modules, "pytorch_quantization", other)
@@ -103,7 +114,9 @@ def test_another_package_of_that_name_is_not_replaced(monkeypatch: pytest.Monkey
     assert sys.modules["pytorch_quantization"] is other
 
 
-def test_absl_stand_in(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_absl_stand_in(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """For environments without absl, whatever this one has."""
     for name in [name for name in sys.modules if name.split(".")[0] == "absl"]:
         monkeypatch.delitem(sys.modules, name)
@@ -124,7 +137,9 @@ def test_absl_stand_in(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptur
 
 def test_names_in_the_guide_of_migration_exist() -> None:
     path = Path(__file__).resolve().parents[2] / "docs" / "migration.md"
-    page = path.read_text(encoding="utf-8").partition("## Names of 0.2.0 that are gone")[0]
+    page = path.read_text(encoding="utf-8").partition(
+        "## Names of 0.2.0 that are gone"
+    )[0]
     named = set(re.findall(r"`(?:with )?(torchq(?:\.\w+)+)", page))
     assert len(named) > 10
     for name in named:

@@ -24,13 +24,19 @@ WEIGHTED: list[tuple[str, tuple[Any, ...], tuple[int, ...], int]] = [
     ("Linear", (5, 6), (2, 3, 5), 0),
 ]
 INPUT_ONLY: list[tuple[str, tuple[Any, ...], tuple[int, ...]]] = [
-    *((f"{kind}{d}d", (3, 1), SHAPES[d]) for kind in ("MaxPool", "AvgPool") for d in (1, 2, 3)),
+    *(
+        (f"{kind}{d}d", (3, 1), SHAPES[d])
+        for kind in ("MaxPool", "AvgPool")
+        for d in (1, 2, 3)
+    ),
     *((f"AdaptiveAvgPool{d}d", (3,), SHAPES[d]) for d in (1, 2, 3)),
     *((f"InstanceNorm{d}d", (4,), SHAPES[d]) for d in (1, 2, 3)),
 ]
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {"Linear": F.linear}
 FUNCTIONS |= {f"Conv{d}d": getattr(F, f"conv{d}d") for d in (1, 2, 3)}
-FUNCTIONS |= {f"ConvTranspose{d}d": getattr(F, f"conv_transpose{d}d") for d in (1, 2, 3)}
+FUNCTIONS |= {
+    f"ConvTranspose{d}d": getattr(F, f"conv_transpose{d}d") for d in (1, 2, 3)
+}
 
 
 def make(name: str, arguments: tuple[Any, ...], **options: Any) -> Any:
@@ -38,7 +44,9 @@ def make(name: str, arguments: tuple[Any, ...], **options: Any) -> Any:
 
 
 def per_channel(weight: Tensor, axis: int) -> Tensor:
-    return utils.reduce_amax(weight, axis=tuple(d for d in range(weight.dim()) if d != axis))
+    return utils.reduce_amax(
+        weight, axis=tuple(d for d in range(weight.dim()) if d != axis)
+    )
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -61,7 +69,10 @@ def test_weighted_layers(
     assert layer(x).equal(function(x, weight, layer.bias))
     layer.input_quantizer.enable()
     assert layer(x).equal(function(quantized[1], weight, layer.bias))
-    descriptors = {"quant_desc_weight": QuantDescriptor(3), "quant_desc_input": QuantDescriptor(4)}
+    descriptors = {
+        "quant_desc_weight": QuantDescriptor(3),
+        "quant_desc_input": QuantDescriptor(4),
+    }
     flat = make(name, arguments, bias=bias, **descriptors)
     flat.load_state_dict(layer.state_dict())
     coarse = quantize(x, x.abs().max(), 4), quantize(weight, weight.abs().max(), 3)
@@ -85,7 +96,10 @@ def test_input_layers(
     assert not isinstance(layer, _utils.QuantMixin)
 
 
-REFUSING: dict[str, tuple[int, ...]] = {"Conv2d": (3, 4, 3), "ConvTranspose1d": (3, 4, 3)}
+REFUSING: dict[str, tuple[int, ...]] = {
+    "Conv2d": (3, 4, 3),
+    "ConvTranspose1d": (3, 4, 3),
+}
 REFUSING |= {"Linear": (7, 9), "MaxPool1d": (3,), "AdaptiveAvgPool3d": (3,)}
 REFUSING |= {"InstanceNorm2d": (3,), "LSTM": (3, 4), "LSTMCell": (3, 4)}
 
@@ -98,8 +112,12 @@ def test_errors(name: str, given: tuple[int, ...]) -> None:
         make(name, given, quant_desc_input=QuantDescriptor(fake_quant=False))
 
 
-@pytest.mark.parametrize("entry", quant_modules._DEFAULT_QUANT_MAP, ids=lambda e: e.mod_name)
-def test_a_layer_is_built_from_a_float_one_by_the_names_of_its_constructor(entry: Any) -> None:
+@pytest.mark.parametrize(
+    "entry", quant_modules._DEFAULT_QUANT_MAP, ids=lambda e: e.mod_name
+)
+def test_a_layer_is_built_from_a_float_one_by_the_names_of_its_constructor(
+    entry: Any,
+) -> None:
     """super-gradients reads the arguments of a quantized class as attributes of the float layer."""
     recurrent = entry.mod_name.startswith("LSTM")
     arguments = {"kernel_size": 2, "output_size": 1, "num_layers": 2, "bias": recurrent}
@@ -108,7 +126,9 @@ def test_a_layer_is_built_from_a_float_one_by_the_names_of_its_constructor(entry
     names = list(inspect.signature(entry.replace_mod.__init__).parameters)[1:]
     assert names.pop() == "kwargs" and not {"args", "device", "dtype"} & set(names)
     before = getattr(nn, entry.mod_name)
-    given = {name: (sizes | arguments)[name] for name in names if name in sizes | arguments}
+    given = {
+        name: (sizes | arguments)[name] for name in names if name in sizes | arguments
+    }
     layer = before(**given)
     read = {name: getattr(layer, name) for name in names}
     if not isinstance(read.get("bias", False), bool):
@@ -117,20 +137,29 @@ def test_a_layer_is_built_from_a_float_one_by_the_names_of_its_constructor(entry
     assert quantized.extra_repr() == layer.extra_repr()
     assert quantized.load_state_dict(layer.state_dict()) == ([], [])
     kinds = (m for n, m in quantized.named_modules() if "_input_quantizer" in n)
-    assert all(m.num_bits == 5 for m in kinds if isinstance(m, quant_nn.TensorQuantizer))
+    assert all(
+        m.num_bits == 5 for m in kinds if isinstance(m, quant_nn.TensorQuantizer)
+    )
 
 
 LAYERS_TO_TRACE: list[tuple[Callable[[], nn.Module], tuple[int, ...]]] = [
     (
-        lambda: nn.Sequential(quant_nn.QuantConv2d(3, 4, 3), quant_nn.QuantAvgPool2d(2)),
+        lambda: nn.Sequential(
+            quant_nn.QuantConv2d(3, 4, 3), quant_nn.QuantAvgPool2d(2)
+        ),
         (1, 3, 8, 8),
     ),
-    (lambda: nn.Sequential(quant_nn.QuantLinear(3, 3), quant_nn.QuantLinear(3, 3)), (2, 3)),
+    (
+        lambda: nn.Sequential(quant_nn.QuantLinear(3, 3), quant_nn.QuantLinear(3, 3)),
+        (2, 3),
+    ),
     (lambda: quant_nn.QuantLSTMCell(3, 4), (2, 3)),
 ]
 
 
-@pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated, and its tracer warns of sizes.
+@pytest.mark.filterwarnings(
+    "ignore"
+)  # torch.jit is deprecated, and its tracer warns of sizes.
 @pytest.mark.parametrize(("build", "shape"), LAYERS_TO_TRACE)
 @pytest.mark.parametrize("calibrated", [False, True])
 def test_several_layers_are_traced_and_saved(
@@ -145,13 +174,17 @@ def test_several_layers_are_traced_and_saved(
     buffer = io.BytesIO()
     torch.jit.save(traced, buffer)
     buffer.seek(0)
-    for got, want in zip(tensors_in(torch.jit.load(buffer)(x)), tensors_in(model(x)), strict=True):
+    for got, want in zip(
+        tensors_in(torch.jit.load(buffer)(x)), tensors_in(model(x)), strict=True
+    ):
         assert torch.equal(got, want)
 
 
 def test_defaults_belong_to_the_class() -> None:
     quant_conv.QuantConv2d.set_default_quant_desc_input(QuantDescriptor(num_bits=11))
-    quant_conv.QuantConv2d.set_default_quant_desc_weight(QuantDescriptor(num_bits=13, axis=1))
+    quant_conv.QuantConv2d.set_default_quant_desc_weight(
+        QuantDescriptor(num_bits=13, axis=1)
+    )
     layer = quant_conv.Conv2d(2, 3, 3)
     assert layer.input_quantizer._num_bits == 11 and layer.weight_quantizer._axis == 1
     other = quant_conv.Conv3d(2, 3, 3)
@@ -170,10 +203,14 @@ def test_every_module_called_quantizer_can_be_disabled() -> None:
     linear = quant_nn.QuantLinear(2, 2, quant_desc_input=learned)
     model = nn.ModuleList([linear, quant_nn.QuantLSTM(2, 2, 2)])
     found = [module for name, module in model.named_modules() if "quantizer" in name]
-    assert len(found) == 2 + 1 + 2 * (1 + 2)  # two quantizers and a clip; two lists of two
+    assert len(found) == 2 + 1 + 2 * (
+        1 + 2
+    )  # two quantizers and a clip; two lists of two
     for module in found:
         module.disable()
-    assert all(m._disabled for m in model.modules() if isinstance(m, quant_nn.TensorQuantizer))
+    assert all(
+        m._disabled for m in model.modules() if isinstance(m, quant_nn.TensorQuantizer)
+    )
     model[1]._input_quantizers.enable()
     assert not model[1]._input_quantizers[1]._disabled
 
@@ -209,7 +246,10 @@ def test_user_classes() -> None:
     plain.load_state_dict(layer.state_dict())
     x = torch.randn(5, 3)
     assert layer(x).equal(plain(x))
-    assert layer.input_quantizer is layer._input_quantizer and layer.weight_quantizer.axis == 0
+    assert (
+        layer.input_quantizer is layer._input_quantizer
+        and layer.weight_quantizer.axis == 0
+    )
     options: Any = {"quant_desc_input": QuantDescriptor(4)}
     twice = QuantTwice(2, 3, 3, **options)
     conv = quant_nn.QuantConv2d(2, 3, 3, **options)
@@ -239,7 +279,9 @@ def test_clip_values_and_gradients() -> None:
 
 def test_clip_module() -> None:
     x = torch.randn(50)
-    assert quant_nn.Clip(torch.tensor(0.3), torch.tensor(0.7))(x).equal(x.clamp(0.3, 0.7))
+    assert quant_nn.Clip(torch.tensor(0.3), torch.tensor(0.7))(x).equal(
+        x.clamp(0.3, 0.7)
+    )
     assert list(quant_nn.Clip(0.3, 0.7).state_dict()) == []
     learned = quant_nn.Clip(0.3, 0.7, learn_min=True, learn_max=True)
     assert list(learned.state_dict()) == ["clip_value_min", "clip_value_max"]
@@ -263,7 +305,11 @@ def test_restoring_a_corrected_layer_leaves_nothing() -> None:
 def folding_net() -> nn.Sequential:
     """Two layers of the original's names with a BatchNorm behind each, one of negative factors."""
     torch.manual_seed(0)
-    layers = [quant_nn.QuantConv2d(3, 3, 3), nn.BatchNorm2d(3), quant_nn.QuantConv2d(3, 3, 3)]
+    layers = [
+        quant_nn.QuantConv2d(3, 3, 3),
+        nn.BatchNorm2d(3),
+        quant_nn.QuantConv2d(3, 3, 3),
+    ]
     model = nn.Sequential(*layers, nn.BatchNorm2d(3)).eval()
     nn.init.constant_(model[3].weight, -0.5)
     return model
@@ -271,7 +317,9 @@ def folding_net() -> nn.Sequential:
 
 @pytest.mark.parametrize("calibrated", [True, False])
 @pytest.mark.parametrize("shared", [True, False])
-def test_batchnorms_fold_into_layers_of_the_originals_names(calibrated: bool, shared: bool) -> None:
+def test_batchnorms_fold_into_layers_of_the_originals_names(
+    calibrated: bool, shared: bool
+) -> None:
     model = folding_net()
     x = torch.randn(2, 3, 8, 8)
     if shared:

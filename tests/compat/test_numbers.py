@@ -30,7 +30,9 @@ def data(dtype: torch.dtype, unsigned: bool, amax: float) -> Tensor:
     generator = torch.Generator().manual_seed(3)
     ties = (torch.arange(-9, 9) + 0.5) / 7 * amax
     special = torch.tensor([0.0, -0.0, amax, -amax, 1e-9])
-    x = torch.cat([torch.randn(60, generator=generator) * amax, special, ties, ties * 7 / 127])
+    x = torch.cat(
+        [torch.randn(60, generator=generator) * amax, special, ties, ties * 7 / 127]
+    )
     return (x.abs() if unsigned else x).to(dtype)
 
 
@@ -48,7 +50,9 @@ def expected(
 @pytest.mark.parametrize("narrow", BOOLS)
 @pytest.mark.parametrize("unsigned", BOOLS)
 @pytest.mark.parametrize("bits", BITS)
-def test_fake_tensor_quant(dtype: torch.dtype, bits: int, unsigned: bool, narrow: bool) -> None:
+def test_fake_tensor_quant(
+    dtype: torch.dtype, bits: int, unsigned: bool, narrow: bool
+) -> None:
     amax = torch.tensor(1.37)
     x = data(dtype, unsigned, 1.37)
     codes, values = expected(x, amax, bits, unsigned, narrow)
@@ -64,7 +68,9 @@ def test_fake_tensor_quant(dtype: torch.dtype, bits: int, unsigned: bool, narrow
     quantizer = TensorQuantizer(QuantDescriptor(bits, amax=1.37, **options))
     assert quantizer(x).double().tolist() == values
     found, scale = tensor_quant.tensor_quant(x, amax, bits, unsigned, narrow)
-    assert found.double().tolist() == [ref.round_to(code, STORED[dtype]) for code in codes]
+    assert found.double().tolist() == [
+        ref.round_to(code, STORED[dtype]) for code in codes
+    ]
     assert scale.dtype is dtype
 
 
@@ -73,7 +79,9 @@ def test_defaults_of_each_entry() -> None:
     x = torch.tensor([-2.0])
     assert tensor_quant.tensor_quant(x, 1.0)[0].item() == -127
     assert tensor_quant.fake_tensor_quant(x, 1.0).item() == -1.0
-    assert TensorQuantizer(QuantDescriptor(amax=1.0, fake_quant=False))(x).item() == -128
+    assert (
+        TensorQuantizer(QuantDescriptor(amax=1.0, fake_quant=False))(x).item() == -128
+    )
     narrow = QuantDescriptor(amax=1.0, fake_quant=False, narrow_range=True)
     assert TensorQuantizer(narrow)(x).item() == -127
 
@@ -86,7 +94,11 @@ def test_per_axis_ranges_of_each_call(
     x = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(1)).to(dtype)
     x = x.abs() if unsigned else x
     kept = {a % 3 for a in ((axis,) if isinstance(axis, int) else axis)}
-    amax = x.abs().amax([d for d in range(3) if d not in kept], keepdim=True).to(torch.float64)
+    amax = (
+        x.abs()
+        .amax([d for d in range(3) if d not in kept], keepdim=True)
+        .to(torch.float64)
+    )
     flat = amax.expand(x.shape).reshape(-1)
     _, values = expected(x.reshape(-1), flat, 8, unsigned, False)
     found = TensorQuantizer(QuantDescriptor(axis=axis, unsigned=unsigned))(x)
@@ -100,9 +112,15 @@ def test_dead_ranges_give_zero(dtype: torch.dtype) -> None:
     assert found[:, 0].eq(1).all() and found[:, 1:].eq(0).all()
     assert cuda_ext.fake_tensor_quant_with_axis(x, amax.flatten(), 1).equal(found)
     changed = x.clone()
-    assert cuda_ext.fake_tensor_quant_(changed, amax) is changed and changed.equal(found)
+    assert cuda_ext.fake_tensor_quant_(changed, amax) is changed and changed.equal(
+        found
+    )
     codes, scale = tensor_quant.tensor_quant(x.float(), amax)
-    assert codes[0, :, 0].tolist() == [127, 0, 0] and scale.flatten().tolist() == [127, 1, 1]
+    assert codes[0, :, 0].tolist() == [127, 0, 0] and scale.flatten().tolist() == [
+        127,
+        1,
+        1,
+    ]
 
 
 def test_small_ranges_in_half_precision_do_not_overflow(low_dtype: torch.dtype) -> None:
@@ -110,7 +128,10 @@ def test_small_ranges_in_half_precision_do_not_overflow(low_dtype: torch.dtype) 
     x = torch.linspace(-1e-4, 1e-4, 9).to(low_dtype)
     amax = torch.tensor(1e-4).to(low_dtype).double()
     _, values = expected(x, amax, 8, False, True)
-    assert tensor_quant.fake_tensor_quant(x, amax.to(low_dtype)).double().tolist() == values
+    assert (
+        tensor_quant.fake_tensor_quant(x, amax.to(low_dtype)).double().tolist()
+        == values
+    )
     assert any(values)
 
 
@@ -122,14 +143,18 @@ def test_zero_bits_give_zero() -> None:
 
 
 def test_gradient_mask_is_inclusive(dtype: torch.dtype) -> None:
-    x = torch.tensor([-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0], dtype=dtype, requires_grad=True)
+    x = torch.tensor(
+        [-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0], dtype=dtype, requires_grad=True
+    )
     weight = torch.arange(1.0, 8.0, dtype=dtype)
     wanted = (weight * (x.detach().abs() <= 1)).tolist()
     for call in (
         lambda: tensor_quant.fake_tensor_quant(x, torch.tensor(1.0)),
         lambda: tensor_quant.tensor_quant(x, torch.tensor(1.0))[0],
         lambda: tensor_quant.scaled_e4m3(x, torch.tensor(1.0)),
-        lambda: tensor_quant.fake_affine_tensor_quant(x, torch.tensor(-1.0), torch.tensor(1.0)),
+        lambda: tensor_quant.fake_affine_tensor_quant(
+            x, torch.tensor(-1.0), torch.tensor(1.0)
+        ),
         lambda: TensorQuantizer(QuantDescriptor(amax=1.0))(x),
     ):
         x.grad = None
@@ -149,14 +174,18 @@ def test_scaled_e4m3(dtype: torch.dtype, amax: float | None) -> None:
     special = torch.tensor([1e-9, 5e-8, 7e-8, 500.0, -460.0])
     x = torch.cat([torch.arange(-2, 2, 0.2), special]).to(dtype)
     spec = working(dtype)
-    stored = torch.tensor(448.0 if amax is None else amax).item()  # ranges are kept in fp32
+    stored = torch.tensor(
+        448.0 if amax is None else amax
+    ).item()  # ranges are kept in fp32
     scale = ref.round_to(448 / ref.Fraction(stored), spec)
     wanted = []
     for value in x.tolist():
         product = ref.round_to(ref.Fraction(value) * ref.Fraction(scale), spec)
         code = ref.round_to(product, ref.E4M3, saturate=True)
         dequantized = ref.round_to(ref.Fraction(code) / ref.Fraction(scale), spec)
-        wanted.append(0.0 if abs(value) < 2.0**-24 else ref.round_to(dequantized, STORED[dtype]))
+        wanted.append(
+            0.0 if abs(value) < 2.0**-24 else ref.round_to(dequantized, STORED[dtype])
+        )
     if amax is None:
         found = tensor_quant.scaled_e4m3(x), cuda_ext.fake_e4m3fy(x)
     else:
@@ -170,7 +199,9 @@ def test_published_e4m3_values() -> None:
     x = torch.tensor([-2.0, -1.8, -1.2, -0.6, 0.2, 0.8, 1.4, 1.8])
     published = [-2.0, -1.75, -1.25, -0.625, 0.203125, 0.8125, 1.375, 1.75]
     assert tensor_quant.scaled_e4m3(x).tolist() == published
-    printed = torch.tensor([-2.0, -1.8571, -1.1429, -0.5714, 0.1964, 0.7857, 1.4286, 1.8571])
+    printed = torch.tensor(
+        [-2.0, -1.8571, -1.1429, -0.5714, 0.1964, 0.7857, 1.4286, 1.8571]
+    )
     found = tensor_quant.scaled_e4m3(x, torch.tensor(2.0))
     torch.testing.assert_close(found, printed, atol=5e-5, rtol=0)  # four printed digits
 
@@ -189,8 +220,20 @@ def test_fake_affine() -> None:
 SEVENTHS = [-1, -4 / 7, 0, 2 / 7, 5 / 7, 1]
 HALVES = [0, 2, 2, 0, -2, -2]
 VECTORS = [
-    ([-1, -0.5, 0, 0.26, 0.75, 1.2], 1.0, (4, False, True), [-7, -4, 0, 2, 5, 7], SEVENTHS),
-    ([0, 0.1, 0.5, 1.1], 1.0, (4, True, False), [0, 2, 8, 15], [0, 0.133333, 0.533333, 1]),
+    (
+        [-1, -0.5, 0, 0.26, 0.75, 1.2],
+        1.0,
+        (4, False, True),
+        [-7, -4, 0, 2, 5, 7],
+        SEVENTHS,
+    ),
+    (
+        [0, 0.1, 0.5, 1.1],
+        1.0,
+        (4, True, False),
+        [0, 2, 8, 15],
+        [0, 0.133333, 0.533333, 1],
+    ),
     ([-1.01, -1, 1], 1.0, (8, False, False), [-128, -127, 127], [-1.007874, -1, 1]),
     ([0.5, 1.5, 2.5, -0.5, -1.5, -2.5], 127.0, (8, False, True), HALVES, HALVES),
     ([0.1, 0.3, 0.5], 0.5, (8, True, False), [51, 153, 255], [0.1, 0.3, 0.5]),
@@ -200,7 +243,11 @@ VECTORS = [
 
 @pytest.mark.parametrize(("x", "amax", "flags", "codes", "fake"), VECTORS)
 def test_hand_checked_vectors(
-    x: list[float], amax: float, flags: tuple[int, bool, bool], codes: list[int], fake: list[float]
+    x: list[float],
+    amax: float,
+    flags: tuple[int, bool, bool],
+    codes: list[int],
+    fake: list[float],
 ) -> None:
     given = torch.tensor(x, dtype=torch.float32)
     got, scale = tensor_quant.tensor_quant(given, amax, *flags)
@@ -208,7 +255,9 @@ def test_hand_checked_vectors(
     assert scale.item() == ref.tensor_quant(1.0, amax, *flags)[1]
     found = tensor_quant.fake_tensor_quant(given, amax, *flags)
     # 5e-7: the published values have six decimals
-    torch.testing.assert_close(found, torch.tensor(fake, dtype=torch.float32), rtol=0, atol=5e-7)
+    torch.testing.assert_close(
+        found, torch.tensor(fake, dtype=torch.float32), rtol=0, atol=5e-7
+    )
 
 
 def test_worked_example_of_the_ancestor() -> None:

@@ -18,7 +18,9 @@ def net() -> nn.ModuleDict:
     return nn.ModuleDict({"layer1": nn.ModuleDict(block), "fc": nn.Linear(2, 2)})
 
 
-WEIGHTS = [f"layer1.{name}.weight" for name in ("conv1", "downsample.0", "downsample.1")]
+WEIGHTS = [
+    f"layer1.{name}.weight" for name in ("conv1", "downsample.0", "downsample.1")
+]
 WEIGHTS += ["fc.weight"]
 
 
@@ -26,8 +28,14 @@ WEIGHTS += ["fc.weight"]
     ("patterns", "names"),
     [
         (["downsample.0.weight"], ["layer1.downsample.0.weight"]),
-        (["conv1", "fc"], ["layer1.conv1.weight", "layer1.conv1.bias", "fc.weight", "fc.bias"]),
-        ([r"downsample.*.weight$"], ["layer1.downsample.0.weight", "layer1.downsample.1.weight"]),
+        (
+            ["conv1", "fc"],
+            ["layer1.conv1.weight", "layer1.conv1.bias", "fc.weight", "fc.bias"],
+        ),
+        (
+            [r"downsample.*.weight$"],
+            ["layer1.downsample.0.weight", "layer1.downsample.1.weight"],
+        ),
         (["conv1.weight", "weight$"], WEIGHTS),
         (["downsample.*.wei$"], []),
     ],
@@ -40,7 +48,9 @@ def test_match_parameters(patterns: list[str], names: list[str]) -> None:
 
 def test_group_parameters_feed_an_optimizer() -> None:
     patterns = [["conv1.*weight"], ["downsample.*.weight"]]
-    groups = helper.group_parameters(net(), patterns, [0.1, 0.01], [0.2, 0.02], [0.3, 0.03])
+    groups = helper.group_parameters(
+        net(), patterns, [0.1, 0.01], [0.2, 0.02], [0.3, 0.03]
+    )
     found = [(g["lr"], g["momentum"], g["weight_decay"]) for g in groups]
     assert found == [(0.1, 0.2, 0.3), (0.01, 0.02, 0.03)]
     optimizer = torch.optim.SGD(groups)
@@ -72,7 +82,9 @@ def test_freeze_parameters() -> None:
 def test_quant_weight_inplace() -> None:
     layers = quant_nn.QuantConv2d(2, 3, 3), quant_nn.QuantLinear(4, 5), nn.Linear(5, 5)
     model = nn.Sequential(*layers, quant_nn.QuantLSTM(2, 2))
-    expected = [layer.weight_quantizer(layer.weight).detach().clone() for layer in model[:2]]
+    expected = [
+        layer.weight_quantizer(layer.weight).detach().clone() for layer in model[:2]
+    ]
     untouched = model[2].weight.detach().clone()
     parameters = list(model.parameters())
     helper.quant_weight_inplace(model)

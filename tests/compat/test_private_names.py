@@ -14,7 +14,14 @@ from torchq.compat.pytorch_quantization import nn as quant_nn
 from torchq.compat.pytorch_quantization.nn.modules import _utils, quant_conv
 from torchq.compat.pytorch_quantization.tensor_quant import QuantDescriptor
 
-SIZES = (3, 4, (3, 3), (1, 1), (0, 0), (1, 1))  # channels, kernel, stride, padding, dilation
+SIZES = (
+    3,
+    4,
+    (3, 3),
+    (1, 1),
+    (0, 0),
+    (1, 1),
+)  # channels, kernel, stride, padding, dilation
 
 
 class OwnConv(quant_conv._QuantConvNd):
@@ -48,10 +55,16 @@ class OwnConvTranspose(quant_conv._QuantConvTransposeNd):
     ("own", "builtin", "base"),
     [
         (OwnConv, quant_nn.QuantConv2d, quant_conv._QuantConvNd),
-        (OwnConvTranspose, quant_nn.QuantConvTranspose2d, quant_conv._QuantConvTransposeNd),
+        (
+            OwnConvTranspose,
+            quant_nn.QuantConvTranspose2d,
+            quant_conv._QuantConvTransposeNd,
+        ),
     ],
 )
-def test_convolution_bases_can_be_derived_from(own: Any, builtin: Any, base: type) -> None:
+def test_convolution_bases_can_be_derived_from(
+    own: Any, builtin: Any, base: type
+) -> None:
     torch.manual_seed(0)
     mine, theirs = own(), builtin(3, 4, 3)
     mine.load_state_dict(theirs.state_dict())
@@ -83,9 +96,13 @@ def test_functions_behind_histogram_calibrators() -> None:
     counts, edges = calibrator._calib_hist, calibrator._calib_bin_edges
     assert counts is not None and edges is not None
     found = {
-        "entropy": histogram._compute_amax_entropy(counts.numpy(), edges.numpy(), 8, False),
+        "entropy": histogram._compute_amax_entropy(
+            counts.numpy(), edges.numpy(), 8, False
+        ),
         "mse": histogram._compute_amax_mse(counts, edges, 8, False, 1, 128),
-        "percentile": histogram._compute_amax_percentile(counts.numpy(), edges.numpy(), 99.0),
+        "percentile": histogram._compute_amax_percentile(
+            counts.numpy(), edges.numpy(), 99.0
+        ),
     }
     for method, amax in found.items():
         options = {"percentile": 99.0} if method == "percentile" else {}

@@ -9,7 +9,9 @@ from torch import nn
 import torchq.compat.pytorch_quantization as package
 from torchq.compat.pytorch_quantization import nn as quant_nn
 from torchq.compat.pytorch_quantization import quant_modules
-from torchq.compat.pytorch_quantization.quant_modules import QuantModuleReplacementHelper
+from torchq.compat.pytorch_quantization.quant_modules import (
+    QuantModuleReplacementHelper,
+)
 
 REPLACED = [entry.mod_name for entry in quant_modules._DEFAULT_QUANT_MAP]
 
@@ -35,7 +37,10 @@ def test_initialize_and_deactivate() -> None:
         layers = torch.nn.Conv2d(1, 2, 3), torch.nn.MaxPool2d(2), torch.nn.Flatten()
         model = nn.Sequential(*layers, torch.nn.Linear(8, 2))
         assert type(torch.nn.Linear(16, 256, 3)) is quant_nn.QuantLinear
-        replaced = {entry.mod_name: entry.replace_mod for entry in quant_modules._DEFAULT_QUANT_MAP}
+        replaced = {
+            entry.mod_name: entry.replace_mod
+            for entry in quant_modules._DEFAULT_QUANT_MAP
+        }
         assert current() == replaced
     finally:
         quant_modules.deactivate()
@@ -51,7 +56,10 @@ def test_a_custom_map_wins_over_the_skip_list() -> None:
     helper.prepare_state(["Linear"], [(torch.nn, *entry) for entry in own.items()])
     helper.apply_quant_modules()
     try:
-        assert torch.nn.Linear is quant_nn.QuantLinear and torch.nn.Conv2d is quant_nn.QuantConv1d
+        assert (
+            torch.nn.Linear is quant_nn.QuantLinear
+            and torch.nn.Conv2d is quant_nn.QuantConv1d
+        )
     finally:
         helper.restore_float_modules()
     assert current() == PLAIN
@@ -59,7 +67,9 @@ def test_a_custom_map_wins_over_the_skip_list() -> None:
 
 def test_twice_is_undone_by_once() -> None:
     package.initialize(["Linear"])
-    assert torch.nn.Linear is PLAIN["Linear"] and torch.nn.Conv2d is quant_nn.QuantConv2d
+    assert (
+        torch.nn.Linear is PLAIN["Linear"] and torch.nn.Conv2d is quant_nn.QuantConv2d
+    )
     quant_modules.initialize(["Conv1d"])
     quant_modules.deactivate()
     assert current() == PLAIN
@@ -89,7 +99,10 @@ def test_the_helper_undoes_it_after_an_exception() -> None:
     helper = QuantModuleReplacementHelper()
     helper.prepare_state(REPLACED[1:])
     with helper:
-        assert torch.nn.Conv1d is quant_nn.QuantConv1d and torch.nn.Linear is PLAIN["Linear"]
+        assert (
+            torch.nn.Conv1d is quant_nn.QuantConv1d
+            and torch.nn.Linear is PLAIN["Linear"]
+        )
     assert current() == PLAIN
 
 

@@ -9,7 +9,10 @@ from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
 
 from torchq.compat.pytorch_quantization.nn import QuantLSTM, QuantLSTMCell
 from torchq.compat.pytorch_quantization.nn.modules import quant_rnn
-from torchq.compat.pytorch_quantization.tensor_quant import QuantDescriptor, fake_tensor_quant
+from torchq.compat.pytorch_quantization.tensor_quant import (
+    QuantDescriptor,
+    fake_tensor_quant,
+)
 
 # The loop and torch's kernel add the same products in another order.
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
@@ -53,7 +56,9 @@ MODES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", MODES, ids=str)
 @pytest.mark.parametrize("given", [True, False])
-def test_without_quantization_it_is_torchs(options: dict[str, Any], given: bool) -> None:
+def test_without_quantization_it_is_torchs(
+    options: dict[str, Any], given: bool
+) -> None:
     layer = QuantLSTM(5, 7, **options)
     plain = nn.LSTM(5, 7, **options)
     assert list(layer.state_dict()) == list(plain.state_dict())
@@ -68,14 +73,18 @@ def test_without_quantization_it_is_torchs(options: dict[str, Any], given: bool)
     close(layer(x[0], single), plain(x[0], single))  # one sequence, without a batch
 
 
-@pytest.mark.parametrize("options", [{}, {"bidirectional": True, "num_layers": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"bidirectional": True, "num_layers": 2}], ids=str
+)
 def test_packed_sequences(options: dict[str, Any]) -> None:
     layer = QuantLSTM(5, 7, **options)
     plain = nn.LSTM(5, 7, **options)
     plain.load_state_dict(layer.state_dict())
     off(layer)
     sorted_ = pack_sequence([torch.randn(n, 5) for n in (6, 4, 4, 1)])
-    shuffled = pack_padded_sequence(torch.randn(6, 4, 5), [2, 6, 1, 5], enforce_sorted=False)
+    shuffled = pack_padded_sequence(
+        torch.randn(6, 4, 5), [2, 6, 1, 5], enforce_sorted=False
+    )
     count = 4 if options else 1
     states = torch.randn(count, 4, 7), torch.randn(count, 4, 7)
     for packed, hx in ((sorted_, None), (shuffled, None), (shuffled, states)):
@@ -132,7 +141,9 @@ def test_calibrated_lstm_keeps_its_ranges() -> None:
         module.enable_quant()
     assert layer._weight_quantizers[0].amax.shape == (12, 1)
     assert layer._input_quantizers[1].amax.shape == ()
-    keys = {f"_{kind}_quantizers.{i}._amax" for kind in ("input", "weight") for i in (0, 1)}
+    keys = {
+        f"_{kind}_quantizers.{i}._amax" for kind in ("input", "weight") for i in (0, 1)
+    }
     assert set(layer.state_dict()) - set(nn.LSTM(4, 3, 2).state_dict()) == keys
     other = QuantLSTM(4, 3, 2)
     other.load_state_dict(layer.state_dict())
@@ -147,7 +158,9 @@ def test_training_and_dropout() -> None:
     layer.eval()
     assert layer(x)[0].equal(layer(x)[0])
     layer(x)[0].sum().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+    assert all(
+        p.grad is not None and p.grad.isfinite().all() for p in layer.parameters()
+    )
 
 
 def test_errors() -> None:
@@ -156,4 +169,6 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match="expected"):
         QuantLSTM(4, 5)(torch.randn(3, 2, 6))
     with pytest.raises(ValueError, match="expected"):
-        QuantLSTM(4, 5)(torch.randn(3, 2, 4), (torch.zeros(1, 9, 5), torch.zeros(1, 9, 5)))
+        QuantLSTM(4, 5)(
+            torch.randn(3, 2, 4), (torch.zeros(1, 9, 5), torch.zeros(1, 9, 5))
+        )

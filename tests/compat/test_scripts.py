@@ -22,7 +22,9 @@ OLD = "pytorch_quantization"
 
 @pytest.fixture
 def run(
-    legacy: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    legacy: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> Any:
     """Run a script in this process, with the old names installed; its report."""
 
@@ -38,9 +40,14 @@ def run(
 
 @pytest.mark.parametrize(
     ("calibrator", "methods"),
-    [("max", ["max"]), ("histogram", ["mse", "entropy", "percentile99.9", "percentile99.99"])],
+    [
+        ("max", ["max"]),
+        ("histogram", ["mse", "entropy", "percentile99.9", "percentile99.99"]),
+    ],
 )
-def test_resnet_flow(run: Any, tmp_path: Path, calibrator: str, methods: list[str]) -> None:
+def test_resnet_flow(
+    run: Any, tmp_path: Path, calibrator: str, methods: list[str]
+) -> None:
     report = run("resnet_flow.py", "--calibrator", calibrator, "--out", str(tmp_path))
     assert report["float"] > 0.95
     assert list(report["calibrated"]) == methods
@@ -77,7 +84,9 @@ def test_export_of_each_flow(
 
 
 @pytest.fixture
-def command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Any:
     """Run ``python -m torchq.compat`` in this process; what it prints."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", list(sys.argv))
@@ -100,7 +109,9 @@ print(__name__, sys.argv[1:2], quant_nn.__name__)
 """
 
 
-def test_a_script_runs_unchanged_from_the_command_line(command_line: Any, tmp_path: Path) -> None:
+def test_a_script_runs_unchanged_from_the_command_line(
+    command_line: Any, tmp_path: Path
+) -> None:
     (tmp_path / "script.py").write_text(ARGUMENTS, encoding="utf-8")
     printed = command_line(str(tmp_path / "script.py"), "--out", str(tmp_path))
     assert printed == f"__main__ ['--out'] torchq.compat.{OLD}.nn\n"
@@ -172,7 +183,9 @@ def test_spawned_workers_find_the_old_names(tmp_path: Path) -> None:
 
 def test_the_search_path_alone_is_enough() -> None:
     """In a process that has installed nothing."""
-    code = f"import sys; sys.path.append({str(ROOT / 'torchq' / 'compat' / 'shim')!r})\n"
+    code = (
+        f"import sys; sys.path.append({str(ROOT / 'torchq' / 'compat' / 'shim')!r})\n"
+    )
     code += f"from importlib.metadata import version\nprint(version({OLD!r}))\n"
     code += f"from {OLD} import calib, nn\nprint(calib.__name__)\n"
     assert run_code(code) == "2.2.1\ntorchq.compat.pytorch_quantization.calib\n"
@@ -189,7 +202,9 @@ def test_a_module_instead_of_a_script(
     assert os.environ["PYTHONPATH"].startswith("before" + os.pathsep)
 
 
-def test_the_command_line_says_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_says_how_it_is_used(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         main([])
     assert "usage: python -m torchq.compat" in capsys.readouterr().err

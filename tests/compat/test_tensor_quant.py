@@ -14,7 +14,13 @@ from torchq.compat.pytorch_quantization.tensor_quant import QuantDescriptor
 
 DESCRIPTORS: list[dict[str, Any]] = [
     {},
-    {"num_bits": 2, "name": "a", "fake_quant": True, "axis": (1, 2), "amax": 3.1415926536},
+    {
+        "num_bits": 2,
+        "name": "a",
+        "fake_quant": True,
+        "axis": (1, 2),
+        "amax": 3.1415926536,
+    },
     {"num_bits": 2, "amax": 0.1, "unsigned": True},
     {"num_bits": (4, 3)},
     {"axis": 0, "calib_method": "histogram", "narrow_range": True},
@@ -49,7 +55,13 @@ def test_descriptor_reads_what_the_original_wrote() -> None:
 
 def test_descriptor_properties() -> None:
     descriptor = QuantDescriptor()
-    expected = {"num_bits": 8, "name": None, "fake_quant": True, "axis": None, "amax": None}
+    expected = {
+        "num_bits": 8,
+        "name": None,
+        "fake_quant": True,
+        "axis": None,
+        "amax": None,
+    }
     expected |= {"learn_amax": False, "scale_amax": None, "calib_method": "max"}
     expected |= {"unsigned": False, "narrow_range": False}
     assert {name: getattr(descriptor, name) for name in expected} == expected
@@ -69,9 +81,17 @@ def test_descriptor_properties() -> None:
     ("keywords", "error", "text"),
     [
         ({"amax": "oops"}, TypeError, "amax must be float, list or ndarray"),
-        ({"amax": "oops", "learn_amax": True}, TypeError, "amax must be float, list or ndarray"),
+        (
+            {"amax": "oops", "learn_amax": True},
+            TypeError,
+            "amax must be float, list or ndarray",
+        ),
         ({"amax": torch.tensor(1.0)}, TypeError, "must be float, list or ndarray"),
-        ({"axis": (1, 2), "learn_amax": True}, TypeError, "axis is ignored and must be None"),
+        (
+            {"axis": (1, 2), "learn_amax": True},
+            TypeError,
+            "axis is ignored and must be None",
+        ),
         ({"num_bits": (5, 2)}, TypeError, r"num_bits: got \(5, 2\)"),
         ({"num_bits": (7, 3)}, TypeError, r"num_bits: got \(7, 3\)"),
         ({"num_bits": 8.0}, TypeError, "num_bits: got 8.0; expected an integer"),
@@ -80,7 +100,9 @@ def test_descriptor_properties() -> None:
         ({"oops": 1}, TypeError, r"Unused keys: got \['oops'\]"),
     ],
 )
-def test_descriptor_errors(keywords: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_descriptor_errors(
+    keywords: dict[str, Any], error: type[Exception], text: str
+) -> None:
     with pytest.raises(error, match=text) as caught:
         QuantDescriptor(**keywords)
     assert isinstance(caught.value, torchq.errors.TorchqError)
@@ -89,14 +111,21 @@ def test_descriptor_errors(keywords: dict[str, Any], error: type[Exception], tex
 CHANNELS = {"CONV": 0, "CONVTRANSPOSE": 1}
 PREDEFINED: dict[str, int | None] = {"PER_TENSOR": None, "LINEAR_WEIGHT_PER_ROW": 0}
 PREDEFINED |= {
-    f"{kind}{d}D_WEIGHT_PER_CHANNEL": axis for kind, axis in CHANNELS.items() for d in (1, 2, 3)
+    f"{kind}{d}D_WEIGHT_PER_CHANNEL": axis
+    for kind, axis in CHANNELS.items()
+    for d in (1, 2, 3)
 }
 
 
 @pytest.mark.parametrize(("name", "axis"), PREDEFINED.items())
 def test_predefined(name: str, axis: int | None) -> None:
-    assert getattr(tensor_quant, f"QUANT_DESC_8BIT_{name}") == QuantDescriptor(8, axis=axis)
-    assert QuantDescriptor(8, unsigned=True) == tensor_quant.QUANT_DESC_UNSIGNED_8BIT_PER_TENSOR
+    assert getattr(tensor_quant, f"QUANT_DESC_8BIT_{name}") == QuantDescriptor(
+        8, axis=axis
+    )
+    assert (
+        QuantDescriptor(8, unsigned=True)
+        == tensor_quant.QUANT_DESC_UNSIGNED_8BIT_PER_TENSOR
+    )
 
 
 def test_errors_of_tensor_quant() -> None:
@@ -106,7 +135,9 @@ def test_errors_of_tensor_quant() -> None:
     with pytest.raises(ValueError, match="Negative values in amax"):
         tensor_quant.tensor_quant(x, torch.tensor(-1.0))
     for amax in (-1.0, torch.tensor([1.0, -1.0])):
-        with pytest.raises(ValueError, match="fake_tensor_quant: Negative values in amax"):
+        with pytest.raises(
+            ValueError, match="fake_tensor_quant: Negative values in amax"
+        ):
             tensor_quant.fake_tensor_quant(x, amax)
     with pytest.raises(ValueError, match="scale is too large for FP16"):
         tensor_quant.tensor_quant(x.half(), torch.tensor(1e-4).half())
@@ -115,7 +146,9 @@ def test_errors_of_tensor_quant() -> None:
     with pytest.raises(ValueError, match="1 bits"):
         tensor_quant.fake_tensor_quant(x, 1.0, 1)
     for function in (tensor_quant.tensor_quant, tensor_quant.fake_tensor_quant):
-        with pytest.raises(TypeError, match=r"got a tensor of torch.int32; expected a floating"):
+        with pytest.raises(
+            TypeError, match=r"got a tensor of torch.int32; expected a floating"
+        ):
             function(torch.ones(2, dtype=torch.int32), 1.0)
 
 
@@ -133,7 +166,9 @@ def test_function_classes_can_be_applied() -> None:
     assert tensor_quant.FakeTensorQuantFunction.apply(x, 0.7).equal(fake)
     assert tensor_quant.LegacyFakeTensorQuantFunction.apply(x, amax).equal(fake)
     codes, scale = tensor_quant.TensorQuantFunction.apply(x, amax, 8, False)
-    assert codes.equal(tensor_quant.tensor_quant(x, amax)[0]) and not scale.requires_grad
+    assert (
+        codes.equal(tensor_quant.tensor_quant(x, amax)[0]) and not scale.requires_grad
+    )
     assert tensor_quant.ScaledE4M3Function.apply(x).equal(tensor_quant.scaled_e4m3(x))
     affine = tensor_quant.FakeAffineTensorQuantFunction.apply(x, -amax, amax)
     assert affine.equal(tensor_quant.fake_affine_tensor_quant(x, -amax, amax))
@@ -146,11 +181,17 @@ def test_function_classes_can_be_applied() -> None:
     "axis", [None, 0, -1, (1, 2, 3), (0, 3), [0, 1, 3, 4], (), (0, 1, 2, 3, 4)], ids=str
 )
 def test_reduce_amax(axis: Any, keepdims: bool) -> None:
-    x = torch.randn(2, 3, 2, 5, 3, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    x = torch.randn(
+        2, 3, 2, 5, 3, generator=torch.Generator().manual_seed(0), requires_grad=True
+    )
     found = utils.reduce_amax(x, axis=axis, keepdims=keepdims)
-    axes = None if axis is None or len(np.atleast_1d(axis)) == 5 else np.atleast_1d(axis)
+    axes = (
+        None if axis is None or len(np.atleast_1d(axis)) == 5 else np.atleast_1d(axis)
+    )
     axes = None if axes is None else tuple(axes.astype(int))
-    expected = np.max(np.abs(x.detach().numpy()), axes, keepdims=keepdims and axes is not None)
+    expected = np.max(
+        np.abs(x.detach().numpy()), axes, keepdims=keepdims and axes is not None
+    )
     np.testing.assert_array_equal(found.numpy(), expected)
     assert found.shape == expected.shape and not found.requires_grad
 

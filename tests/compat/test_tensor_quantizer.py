@@ -83,7 +83,9 @@ def test_a_private_range_is_a_buffer() -> None:
 def test_scale_amax_is_not_cumulative() -> None:
     x = draw(100)
     quantizer = TensorQuantizer(QuantDescriptor(amax=0.5, scale_amax=0.9))
-    expected = tensor_quant.fake_tensor_quant(x, torch.tensor(0.5) * 0.9, 8, False, False)
+    expected = tensor_quant.fake_tensor_quant(
+        x, torch.tensor(0.5) * 0.9, 8, False, False
+    )
     for _ in range(3):
         assert quantizer(x).equal(expected)
     assert quantizer.amax == 0.5
@@ -123,7 +125,9 @@ def test_max_calibration() -> None:
     second = draw(6, 4, 3, 3, seed=1)
     quantizer(first)
     quantizer(second)
-    expected = torch.maximum(*(utils.reduce_amax(x, axis=(1, 2, 3)) for x in (first, second)))
+    expected = torch.maximum(
+        *(utils.reduce_amax(x, axis=(1, 2, 3)) for x in (first, second))
+    )
     assert quantizer._calibrator.compute_amax().equal(expected)
     quantizer.load_calib_amax()
     assert quantizer.amax.equal(expected) and quantizer.amax.shape == (6, 1, 1, 1)
@@ -171,7 +175,9 @@ def test_without_a_calibrator() -> None:
 
 def test_pre_quant_scale() -> None:
     x = torch.tensor([[0, 0.4, 1.1, 2.0]])
-    quantizer, other = (TensorQuantizer(QuantDescriptor(axis=1, amax=127.0)) for _ in range(2))
+    quantizer, other = (
+        TensorQuantizer(QuantDescriptor(axis=1, amax=127.0)) for _ in range(2)
+    )
     assert quantizer.pre_quant_scale is None
     assert quantizer(x).tolist() == [[0, 0, 1, 2]]
     quantizer.pre_quant_scale = 2.0
@@ -190,7 +196,9 @@ def test_learned_range_clips_and_learns() -> None:
     quantizer = TensorQuantizer(QuantDescriptor(num_bits=8, amax=0.5, learn_amax=True))
     assert quantizer._if_clip and quantizer._learn_amax
     found = quantizer(x)
-    assert found.equal(tensor_quant.fake_tensor_quant(x.clamp(-0.5, 0.5), torch.tensor(0.5)))
+    assert found.equal(
+        tensor_quant.fake_tensor_quant(x.clamp(-0.5, 0.5), torch.tensor(0.5))
+    )
     found.sum().backward()
     assert quantizer.clip.clip_value_max.grad == (x > 0.5).sum()
     assert quantizer.clip.clip_value_min.grad == (x < -0.5).sum()
@@ -214,7 +222,9 @@ def test_init_learn_amax() -> None:
     quantizer(x)
     quantizer.load_calib_amax()
     quantizer.init_learn_amax()
-    assert quantizer.clip.clip_value_max == x.abs().max() == -quantizer.clip.clip_value_min
+    assert (
+        quantizer.clip.clip_value_max == x.abs().max() == -quantizer.clip.clip_value_min
+    )
     assert quantizer.calculate_qparams()[0] == x.abs().max() / 127
     with pytest.raises(RuntimeError, match="init_learn_amax without learn_amax=True"):
         TensorQuantizer().init_learn_amax()
@@ -234,13 +244,17 @@ def test_dtype_and_device_moves_keep_the_range_exact() -> None:
 def test_dtype_and_layout_of_the_result(dtype: torch.dtype) -> None:
     x = draw(2, 4, 5, 5).to(dtype).contiguous(memory_format=torch.channels_last)
     found = TensorQuantizer(QuantDescriptor(axis=1))(x)
-    assert found.dtype is dtype and found.is_contiguous(memory_format=torch.channels_last)
+    assert found.dtype is dtype and found.is_contiguous(
+        memory_format=torch.channels_last
+    )
 
 
 def test_printed_forms() -> None:
     descriptor = QuantDescriptor(axis=0, amax=[1.0, 2.0], unsigned=True, scale_amax=0.5)
     text = TensorQuantizer(descriptor, if_calib=True).extra_repr()
-    assert text.startswith("unsigned 8bit fake axis=0 amax=[1.0000, 2.0000](2) *0.5 calibrator=Max")
+    assert text.startswith(
+        "unsigned 8bit fake axis=0 amax=[1.0000, 2.0000](2) *0.5 calibrator=Max"
+    )
     assert TensorQuantizer(disabled=True).extra_repr() == "disabled"
     assert "amax=dynamic" in repr(TensorQuantizer())
     assert "amax=0.5000" in repr(TensorQuantizer(QuantDescriptor(amax=0.5)))
@@ -263,7 +277,9 @@ def test_compiles_as_one_graph(num_bits: Any) -> None:
 
 def test_traces_with_fx() -> None:
     options: list[Any] = [{"amax": 1.0}, {"axis": 0}]
-    model = torch.nn.Sequential(*(TensorQuantizer(QuantDescriptor(**given)) for given in options))
+    model = torch.nn.Sequential(
+        *(TensorQuantizer(QuantDescriptor(**given)) for given in options)
+    )
 
     class Inside(torch.fx.Tracer):
         def is_leaf_module(self, module: torch.nn.Module, name: str) -> bool:

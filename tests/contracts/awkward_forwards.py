@@ -579,7 +579,9 @@ class Encoder(Base):
         rows = h.flatten(2).transpose(1, 2)
         padding = torch.zeros(rows.shape[:2], dtype=torch.bool)
         padding[:, -5:] = True
-        return self.encoder(rows, src_key_padding_mask=padding).transpose(1, 2).view_as(h)
+        return (
+            self.encoder(rows, src_key_padding_mask=padding).transpose(1, 2).view_as(h)
+        )
 
 
 @awkward("scripted: a part and a function")

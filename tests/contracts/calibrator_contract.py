@@ -44,7 +44,9 @@ def found(make: Make, *batches: Tensor) -> Range:
 def same_bits(a: Range, b: Range) -> bool:
     """Return True if two ranges have the same ends, bit for bit."""
     return [name for name, _ in a.ends()] == [name for name, _ in b.ends()] and all(
-        one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+        one.dtype == other.dtype
+        and one.shape == other.shape
+        and torch.equal(one, other)
         for (_, one), (_, other) in zip(a.ends(), b.ends(), strict=True)
     )
 
@@ -175,7 +177,9 @@ class CalibratorContract:
             twin.collect(100 * x)
             assert same_bits(calibrator.range(), expected)
 
-    def test_inference_mode_and_gradients_leave_no_trace(self, make: Make, x: Tensor) -> None:
+    def test_inference_mode_and_gradients_leave_no_trace(
+        self, make: Make, x: Tensor
+    ) -> None:
         with torch.inference_mode():
             calibrator = collected(make, x.clone())
             inside = calibrator.range()
@@ -187,7 +191,9 @@ class CalibratorContract:
 
     def test_collecting_never_reads_the_device(self, make: Make) -> None:
         # A meta tensor has no values, so any look at one would raise.
-        calibrator = collected(make, *(torch.empty(SHAPE, device="meta") for _ in range(3)))
+        calibrator = collected(
+            make, *(torch.empty(SHAPE, device="meta") for _ in range(3))
+        )
         assert calibrator.seen
         assert calibrator.batches == 3
         with pytest.raises(RuntimeError, match="meta"):

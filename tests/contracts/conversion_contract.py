@@ -50,12 +50,18 @@ def results(model: nn.Module, inputs: Any, calls: int = 1) -> list[Any]:
     return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in found]
 
 
-def lost_by_conversion(plain: nn.Module, converted: nn.Module, inputs: Iterator[Any] | Any) -> str:
+def lost_by_conversion(
+    plain: nn.Module, converted: nn.Module, inputs: Iterator[Any] | Any
+) -> str:
     """Return in what a converted network, all quantizers off, differs from the float one."""
-    quantizers = [m for net in (plain, converted) for m in net.modules() if is_quantizer(m)]
+    quantizers = [
+        m for net in (plain, converted) for m in net.modules() if is_quantizer(m)
+    ]
     for number, x in enumerate(inputs):
         with quantizing_only(quantizers):
-            problem = difference(*(results(net, x, calls=2) for net in (plain, converted)))
+            problem = difference(
+                *(results(net, x, calls=2) for net in (plain, converted))
+            )
         if problem:
             return f"input {number}: {problem}"
     return ""
@@ -88,7 +94,9 @@ def decibels(got: Tensor, wanted: Tensor) -> float:
     return torch.inf if error == 0 else float(10 * torch.tensor(signal / error).log10())
 
 
-def harm_of_correction(plain: nn.Module, quantized: Callable[[bool], nn.Module], batch: Any) -> str:
+def harm_of_correction(
+    plain: nn.Module, quantized: Callable[[bool], nn.Module], batch: Any
+) -> str:
     """Return how much worse the correction makes the outputs on the batch that it is fitted on."""
     # A float network may have quantizers of its author, which both versions are without in float.
     with quantizing_only([m for m in plain.modules() if is_quantizer(m)]):
@@ -96,7 +104,9 @@ def harm_of_correction(plain: nn.Module, quantized: Callable[[bool], nn.Module],
     errors = []
     for correct in (True, False):
         got = [x for x in results(quantized(correct), batch) if isinstance(x, Tensor)]
-        shares = [10 ** (-decibels(a, b) / 10) for a, b in zip(got, wanted, strict=True)]
+        shares = [
+            10 ** (-decibels(a, b) / 10) for a, b in zip(got, wanted, strict=True)
+        ]
         errors.append(sum(shares))
     # The sums of errors that are compared may be rounded.
     is_worse = errors[0] > errors[1] * (1 + 1e-6)

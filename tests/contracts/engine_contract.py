@@ -23,7 +23,14 @@ import torchq
 from tests.lowering.common import sqnr
 from torchq.runtimes import Engine
 
-__all__ = ["BOUND_DB", "Detection", "Detector", "EngineContract", "calibrated_detector", "images"]
+__all__ = [
+    "BOUND_DB",
+    "Detection",
+    "Detector",
+    "EngineContract",
+    "calibrated_detector",
+    "images",
+]
 
 #: Deployed models may differ from the simulation by this many dB, as ``deploy`` itself allows.
 BOUND_DB = 20.0
@@ -57,12 +64,16 @@ class Detector(nn.Module):
         self.body = nn.Conv2d(8, 8, 3, padding=1)
         self.head = nn.Linear(8, 5)
 
-    def forward(self, image: Tensor, factor: float = 1.0, *, mask: Tensor | None = None) -> Any:
+    def forward(
+        self, image: Tensor, factor: float = 1.0, *, mask: Tensor | None = None
+    ) -> Any:
         y = self.body(self.stem(image).relu()).relu()
         if mask is not None:
             y = y * mask
         scores = self.head(y.mean((2, 3))) * factor
-        return Detection(scores, {"y": [y, (scores, 3)], "sizes": Sizes(y.mean(), None)})
+        return Detection(
+            scores, {"y": [y, (scores, 3)], "sizes": Sizes(y.mean(), None)}
+        )
 
 
 def images(count: int, *, seed: int = 0, size: int = 12) -> Tensor:
@@ -113,7 +124,9 @@ class EngineContract:
         assert parameters["factor"].default == 1.0
 
     @pytest.mark.parametrize("count", [0, 1, 5])
-    def test_the_batch_is_open(self, deployed: nn.Module, simulated: nn.Module, count: int) -> None:
+    def test_the_batch_is_open(
+        self, deployed: nn.Module, simulated: nn.Module, count: int
+    ) -> None:
         x = images(count)
         got, expected = deployed(x), simulated(x)
         assert got.scores.shape == expected.scores.shape
@@ -126,7 +139,9 @@ class EngineContract:
         x = images(1, size=20)
         assert sqnr(deployed(x).scores, simulated(x).scores) > BOUND_DB
 
-    def test_keywords_work_and_defaults_may_be_repeated(self, deployed: nn.Module) -> None:
+    def test_keywords_work_and_defaults_may_be_repeated(
+        self, deployed: nn.Module
+    ) -> None:
         x = images(1)
         expected = deployed(x).scores
         assert torch.equal(deployed(image=x).scores, expected)

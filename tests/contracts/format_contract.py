@@ -41,7 +41,11 @@ def expected_values(format: Format) -> list[float]:
     if format.name == "e8m0":
         return [2.0 ** (code - 127) for code in range(255)]
     return sorted(
-        {value + 0.0 for value in FLOAT_SPECS[format.name].values() if math.isfinite(value)}
+        {
+            value + 0.0
+            for value in FLOAT_SPECS[format.name].values()
+            if math.isfinite(value)
+        }
     )
 
 
@@ -96,20 +100,26 @@ def check_between(format: Format) -> None:
 def check_order(format: Format, generator: torch.Generator) -> None:
     """Snapping is monotone, lands on the grid, and is at most half a spacing away."""
     values = torch.tensor(expected_values(format))
-    spread = torch.linspace(1.1 * format.quant_min - 1, min(1.1 * format.quant_max, 3e38), 5001)
+    spread = torch.linspace(
+        1.1 * format.quant_min - 1, min(1.1 * format.quant_max, 3e38), 5001
+    )
     small = torch.randn(5000, generator=generator) * 3
     x = torch.cat([spread, small]).sort().values
     snapped = format.snap_(x.clone())
     assert bool((snapped.diff() >= 0).all())
     assert set(snapped.tolist()) <= set(values.tolist())
     distance = (
-        (values.double() - x.double().clamp(format.quant_min, format.quant_max)[:, None])
+        (
+            values.double()
+            - x.double().clamp(format.quant_min, format.quant_max)[:, None]
+        )
         .abs()
         .min(1)
         .values
     )
     assert torch.equal(
-        (snapped.double() - x.double().clamp(format.quant_min, format.quant_max)).abs(), distance
+        (snapped.double() - x.double().clamp(format.quant_min, format.quant_max)).abs(),
+        distance,
     )
 
 
@@ -125,10 +135,14 @@ def check_limits(format: Format) -> None:
                 ),
             ]
         )
-        assert torch.equal(format.snap_(beyond), torch.full((4,), format.quant_max, dtype=dtype))
+        assert torch.equal(
+            format.snap_(beyond), torch.full((4,), format.quant_max, dtype=dtype)
+        )
         below = torch.tensor(
             [-1e38, -math.inf, math.nextafter(format.quant_min, -math.inf)], dtype=dtype
         )
-        assert torch.equal(format.snap_(below), torch.full((3,), format.quant_min, dtype=dtype))
+        assert torch.equal(
+            format.snap_(below), torch.full((3,), format.quant_min, dtype=dtype)
+        )
         assert format.snap_(torch.tensor([math.nan], dtype=dtype)).isnan().all()
         assert format.snap_(torch.empty(0, 3, dtype=dtype)).shape == (0, 3)

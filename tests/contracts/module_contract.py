@@ -50,15 +50,23 @@ class Case:
         if self.indices:
             return (torch.randint(self.indices, self.shape, generator=generator),)
         shapes = (self.shape, *self.others)
-        return tuple(torch.randn(s, generator=generator).requires_grad_() for s in shapes)
+        return tuple(
+            torch.randn(s, generator=generator).requires_grad_() for s in shapes
+        )
 
     def __str__(self) -> str:
         return self.name
 
 
-def _shape(d: int, channels: int, size: int = 7, batch: int | None = 2) -> tuple[int, ...]:
+def _shape(
+    d: int, channels: int, size: int = 7, batch: int | None = 2
+) -> tuple[int, ...]:
     """Return (N, C, size, size + 1, ..) with d spatial axes."""
-    return (*(() if batch is None else (batch,)), channels, *(size + i for i in range(d)))
+    return (
+        *(() if batch is None else (batch,)),
+        channels,
+        *(size + i for i in range(d)),
+    )
 
 
 def _case(
@@ -96,7 +104,11 @@ def _convolutions() -> Iterator[Case]:
 
 
 def _transposed() -> Iterator[Case]:
-    for d, cls in ((1, nn.ConvTranspose1d), (2, nn.ConvTranspose2d), (3, nn.ConvTranspose3d)):
+    for d, cls in (
+        (1, nn.ConvTranspose1d),
+        (2, nn.ConvTranspose2d),
+        (3, nn.ConvTranspose3d),
+    ):
         settings: dict[str, dict[str, Any]] = {
             "plain": {},
             "stride": {"stride": 2, "bias": False},
@@ -118,10 +130,27 @@ def _matrices_and_tables() -> Iterator[Case]:
     yield _case("empty", (0, 5), nn.Linear, 5, 3)
     tables = [
         _case("", (4, 6), nn.Embedding, 10, 3),
-        _case("padding_idx", (40,), nn.Embedding, 10, 3, padding_idx=2, scale_grad_by_freq=True),
+        _case(
+            "padding_idx",
+            (40,),
+            nn.Embedding,
+            10,
+            3,
+            padding_idx=2,
+            scale_grad_by_freq=True,
+        ),
         _case("max_norm", (4,), nn.Embedding, 10, 3, max_norm=0.5),
         _case("", (4, 6), nn.EmbeddingBag, 10, 3),
-        _case("max", (4, 6), nn.EmbeddingBag, 10, 3, mode="max", max_norm=0.5, padding_idx=1),
+        _case(
+            "max",
+            (4, 6),
+            nn.EmbeddingBag,
+            10,
+            3,
+            mode="max",
+            max_norm=0.5,
+            padding_idx=1,
+        ),
     ]
     yield from (replace(case, indices=10) for case in tables)
     yield replace(_case("", (6, 5), nn.Bilinear, 5, 4, 3), others=((6, 4),))
@@ -146,11 +175,15 @@ def _activations_and_pools() -> Iterator[Case]:
             cls = getattr(nn, f"{kind}{d}d")
             yield _case("plain", shape, cls, 3)
             yield _case("options", unbatched, cls, 3, **options)
-        yield _case("indices", shape, getattr(nn, f"MaxPool{d}d"), 2, return_indices=True)
+        yield _case(
+            "indices", shape, getattr(nn, f"MaxPool{d}d"), 2, return_indices=True
+        )
         yield _case("", shape, getattr(nn, f"AdaptiveAvgPool{d}d"), 2)
         norm = getattr(nn, f"InstanceNorm{d}d")
         yield _case("plain", shape, norm, 3)
-        yield _case("affine, running", shape, norm, 3, affine=True, track_running_stats=True)
+        yield _case(
+            "affine, running", shape, norm, 3, affine=True, track_running_stats=True
+        )
         yield _case("unbatched", unbatched, norm, 3)
 
 
@@ -158,7 +191,11 @@ def _recurrent() -> Iterator[Case]:
     for cls in (nn.LSTM, nn.GRU, nn.RNN):
         settings: dict[str, dict[str, Any]] = {
             "plain": {},
-            "levels, both ways": {"num_layers": 2, "bidirectional": True, "batch_first": True},
+            "levels, both ways": {
+                "num_layers": 2,
+                "bidirectional": True,
+                "batch_first": True,
+            },
             "no bias": {"bias": False},
         }
         settings |= {"proj_size": {"proj_size": 3}} if cls is nn.LSTM else {}

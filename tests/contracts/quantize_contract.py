@@ -67,11 +67,15 @@ def _scalar(x: float, amax: float, format: Format, spec: FloatSpec) -> float:
     if math.isnan(x):
         return x
     if isinstance(format, IntFormat):
-        return fake_quantize(x, amax, format.bits, not format.signed, format.narrow, spec)[1]
+        return fake_quantize(
+            x, amax, format.bits, not format.signed, format.narrow, spec
+        )[1]
     return float_fake_quantize(x, amax, FLOAT_SPECS[format.name], spec)
 
 
-def expected(x: Tensor, amax: Tensor, format: Format, granularity: Granularity) -> Tensor:
+def expected(
+    x: Tensor, amax: Tensor, format: Format, granularity: Granularity
+) -> Tensor:
     """Apply the oracle to every element.
 
     ``amax`` has the granularity's shape and a dtype that torchq computes in.
@@ -79,7 +83,10 @@ def expected(x: Tensor, amax: Tensor, format: Format, granularity: Granularity) 
     out = torch.empty(x.shape, dtype=x.dtype)
     for index in itertools.product(*map(range, x.shape)):
         value = _scalar(
-            x[index].item(), amax[group_of(index, granularity)].item(), format, working(x.dtype)
+            x[index].item(),
+            amax[group_of(index, granularity)].item(),
+            format,
+            working(x.dtype),
         )
         out[index] = value if math.isnan(value) else round_to(value, STORAGE[x.dtype])
     return out
@@ -101,7 +108,10 @@ def mx_expected(x: Tensor, spec: FloatSpec, size: int) -> Tensor:
             else math.inf
         )
         out[row, start : start + size] = torch.tensor(
-            [round_to(v / scale, spec, saturate=True) * scale if v else v for v in block]
+            [
+                round_to(v / scale, spec, saturate=True) * scale if v else v
+                for v in block
+            ]
         )
         if amax < spec.max * 2.0**-126:
             out[row, start : start + size] = 0.0

@@ -25,7 +25,9 @@ Quantize = Callable[[str, Tensor], Tensor]
 
 def by_the_range_of_the_call(slot: str, x: Tensor) -> Tensor:
     """Return INT8: a range for each row of a weight, and one for any other tensor."""
-    granularity = QuantDescriptor(axis=0 if slot.startswith("weight") else None).granularity
+    granularity = QuantDescriptor(
+        axis=0 if slot.startswith("weight") else None
+    ).granularity
     return fake_quantize(x, reduce_amax(x, granularity), granularity=granularity)
 
 
@@ -46,13 +48,17 @@ def recurrent_by_hand(
     if state is None:
         widths = [plain.proj_size or plain.hidden_size]
         widths += [plain.hidden_size] if isinstance(plain, nn.LSTM) else []
-        state = tuple(y.new_zeros(plain.num_layers * len(ends), y.shape[1], w) for w in widths)
+        state = tuple(
+            y.new_zeros(plain.num_layers * len(ends), y.shape[1], w) for w in widths
+        )
     keep = torch.ones(y.shape[:2], dtype=torch.bool) if keep is None else keep
     for level in range(plain.num_layers):
         y, outputs = quantize(f"input_l{level}", y), []
         for end in ends:
             own = tuple(part[len(last)] for part in state)
-            outputs.append(_direction(plain, y, f"_l{level}{end}", own, quantize, keep, last))
+            outputs.append(
+                _direction(plain, y, f"_l{level}{end}", own, quantize, keep, last)
+            )
         y = torch.cat(outputs, -1)
     states = tuple(torch.stack(parts) for parts in zip(*last, strict=True))
     y = y.transpose(0, 1) if plain.batch_first else y
@@ -80,13 +86,18 @@ def _direction(
     return torch.stack([outputs[step] for step in steps])
 
 
-def _step(plain: nn.RNNBase, x: Tensor, state: State, end: str, quantize: Quantize) -> State:
+def _step(
+    plain: nn.RNNBase, x: Tensor, state: State, end: str, quantize: Quantize
+) -> State:
     """Return the state after one step on a quantized input."""
 
     def weight(kind: str) -> Tensor:
         return quantize(f"{kind}{end}", getattr(plain, f"{kind}{end}"))
 
-    biases = [getattr(plain, f"bias_{kind}{end}") if plain.bias else None for kind in ("ih", "hh")]
+    biases = [
+        getattr(plain, f"bias_{kind}{end}") if plain.bias else None
+        for kind in ("ih", "hh")
+    ]
     i = F.linear(x, weight("weight_ih"), biases[0])
     h = F.linear(quantize(f"hidden{end}", state[0]), weight("weight_hh"), biases[1])
     y, *memory = _after_products(plain, i, h, state)
@@ -105,5 +116,11 @@ def _after_products(plain: nn.RNNBase, i: Tensor, h: Tensor, state: State) -> St
         ir, iz, iv = i.chunk(3, 1)
         hr, hz, hv = h.chunk(3, 1)
         update = (iz + hz).sigmoid()
-        return ((1 - update) * (iv + (ir + hr).sigmoid() * hv).tanh() + update * state[0],)
-    return ((i + h).relu() if getattr(plain, "nonlinearity", "") == "relu" else (i + h).tanh(),)
+        return (
+            (1 - update) * (iv + (ir + hr).sigmoid() * hv).tanh() + update * state[0],
+        )
+    return (
+        (i + h).relu()
+        if getattr(plain, "nonlinearity", "") == "relu"
+        else (i + h).tanh(),
+    )

@@ -74,7 +74,9 @@ def test_training_with_ema_and_a_checkpoint(run: Run) -> None:
     printed = run("qat_training.py", "--epochs", "3")
     _, *epochs, loaded = printed.splitlines()
     assert len(epochs) == 3
-    before, after = (float(line.split(": ")[1].split("%")[0]) for line in (epochs[-1], loaded))
+    before, after = (
+        float(line.split(": ")[1].split("%")[0]) for line in (epochs[-1], loaded)
+    )
     assert after > 80 and abs(before - after) < 2
 
 
@@ -116,10 +118,14 @@ def test_two_processes_train_one_network() -> None:
 def test_onnx_in_onnx_out(run: Run, photos: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3)
+    )
     path = tmp_path / "float.onnx"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # most releases of torch warn of their older exporter
+        warnings.simplefilter(
+            "ignore"
+        )  # most releases of torch warn of their older exporter
         torch.onnx.export(model.eval(), (torch.rand(1, 3, 32, 32),), path, dynamo=False)
     arguments = (str(path), "int8.onnx", "--photos", str(photos), "--size", "32")
     assert "agrees with its model" in run("onnx_to_onnx.py", *arguments)
@@ -134,15 +140,21 @@ def test_the_layer_is_found(run: Run) -> None:
     assert mixed > few + 5
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name
+)
 def test_scripts_are_short_and_listed(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 80
     assert path.name in (EXAMPLES / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.name)
-def test_notebooks_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "path", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.name
+)
+def test_notebooks_run(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("sklearn")
     monkeypatch.chdir(tmp_path)
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]

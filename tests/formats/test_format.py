@@ -72,14 +72,21 @@ def every_float16() -> torch.Tensor:
 
     Among them is every number and every half-way point of the formats up to 8 bits in its range.
     """
-    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
+    x = (
+        torch.arange(-(2**15), 2**15, dtype=torch.int32)
+        .to(torch.int16)
+        .view(torch.float16)
+        .float()
+    )
     return x[x.isfinite()]
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"), [("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)]
 )
-def test_fp8_is_torch_float8(name: str, dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_fp8_is_torch_float8(
+    name: str, dtype: torch.dtype, generator: torch.Generator
+) -> None:
     """Compare on every float16 and on float32 noise, within the finite range.
 
     Beyond it torch gives NaN or infinity, and torchq saturates.
@@ -113,7 +120,9 @@ def test_e8m0_is_that_of_ml_dtypes() -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     x = every_float16()
     x = x[x > 0]
-    peer = torch.from_numpy(x.numpy().astype(ml_dtypes.float8_e8m0fnu).astype("float32"))
+    peer = torch.from_numpy(
+        x.numpy().astype(ml_dtypes.float8_e8m0fnu).astype("float32")
+    )
     ties = x / power_of_two_below(x) == 1.5
     assert torch.equal(E8M0.snap_(x.clone())[~ties], peer[~ties])
     assert torch.equal(E8M0.snap_(x.clone())[ties], 2 * power_of_two_below(x)[ties])
@@ -137,7 +146,19 @@ def test_power_of_two_below() -> None:
     x = torch.tensor(
         [1.0, 1.5, 2.0, 3.999, -5.0, 2.0**-126, 0.0, 1e-45, math.inf, math.nan, 3.4e38]
     )
-    expected = [1.0, 1.0, 2.0, 2.0, 4.0, 2.0**-126, 0.0, 0.0, math.inf, math.inf, 2.0**127]
+    expected = [
+        1.0,
+        1.0,
+        2.0,
+        2.0,
+        4.0,
+        2.0**-126,
+        0.0,
+        0.0,
+        math.inf,
+        math.inf,
+        2.0**127,
+    ]
     assert power_of_two_below(x).tolist() == expected
     assert power_of_two_below(x.double())[:7].tolist() == expected[:7]
     assert power_of_two_below(torch.tensor([[1.0, 9.0], [3.0, 5.0]]).t()).tolist() == [
@@ -153,7 +174,10 @@ def test_power_of_two_below() -> None:
             lambda: integer_format(1),
             "format int1: got 1 bits; expected 2 to 16 for signed integers",
         ),
-        (lambda: integer_format(17), "got 17 bits; expected 2 to 16 for signed integers"),
+        (
+            lambda: integer_format(17),
+            "got 17 bits; expected 2 to 16 for signed integers",
+        ),
         (
             lambda: integer_format(0, unsigned=True),
             "got 0 bits; expected 1 to 16 for unsigned integers",
@@ -221,6 +245,9 @@ def test_scale_types_round_as_torch_does(name: str, dtype: torch.dtype) -> None:
 
 def test_the_table_of_powers_in_exports_is_the_rounding_of_scales() -> None:
     # Scales of blocks have several dimensions, the one of a tensor has none.
-    for scales in (torch.tensor([[0.0, 1e-30, 0.7], [1.0, 3.0, 1e30]]), torch.tensor(0.7)):
+    for scales in (
+        torch.tensor([[0.0, 1e-30, 0.7], [1.0, 3.0, 1e30]]),
+        torch.tensor(0.7),
+    ):
         expected = formats.POWER_OF_TWO.snap_(scales.clone())
         assert torch.equal(formats.format._power_from_table(scales), expected)

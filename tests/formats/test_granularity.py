@@ -91,7 +91,9 @@ def test_legacy_amax_shapes() -> None:
     assert PerAxis((0,)).align(torch.ones(5), shape).shape == (5, 1, 1, 1)
     assert PerAxis((1,)).align(torch.ones(2), shape).shape == (1, 2, 1, 1)
     assert PerBlock(2).align(torch.ones(1), shape).shape == ()
-    with pytest.raises(ConfigError, match=r"amax has shape \(1, 1\); expected \(4, 2\)"):
+    with pytest.raises(
+        ConfigError, match=r"amax has shape \(1, 1\); expected \(4, 2\)"
+    ):
         PerBlock(32).align(torch.ones(1, 1), torch.Size([4, 64]))
 
 

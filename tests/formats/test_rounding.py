@@ -22,14 +22,34 @@ from torchq.formats import (
 _NUMBERS = [
     *(n + 0.5 for n in range(-4, 4)),
     *(n / 8 for n in range(-24, 25)),
-    *(0.49999997, -0.49999997, 0.50000006, -0.50000006, 1.4999999, 2.5000002, -2.5000002),
-    *(8388609.0, -8388609.0, 8388607.5, -8388607.5, 4194304.5, 1e-30, -1e-30, 16777215.0, 3e38),
+    *(
+        0.49999997,
+        -0.49999997,
+        0.50000006,
+        -0.50000006,
+        1.4999999,
+        2.5000002,
+        -2.5000002,
+    ),
+    *(
+        8388609.0,
+        -8388609.0,
+        8388607.5,
+        -8388607.5,
+        4194304.5,
+        1e-30,
+        -1e-30,
+        16777215.0,
+        3e38,
+    ),
 ]
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_tensor_and_number_agree_with_the_definition(rounding: str, dtype: torch.dtype) -> None:
+def test_tensor_and_number_agree_with_the_definition(
+    rounding: str, dtype: torch.dtype
+) -> None:
     x = torch.tensor(_NUMBERS, dtype=dtype)
     numbers = x.tolist()
     wanted = [rounded(number, rounding) for number in numbers]
@@ -47,7 +67,9 @@ def test_what_is_no_number_stays(rounding: str) -> None:
 
 def test_table_of_ties() -> None:
     ties = [-2.5, -1.5, -0.5, 0.5, 1.5, 2.5]
-    table = {policy: [round_number(tie, policy) for tie in ties] for policy in ROUNDINGS}
+    table = {
+        policy: [round_number(tie, policy) for tie in ties] for policy in ROUNDINGS
+    }
     assert table == {
         "half_even": [-2, -2, 0, 0, 2, 2],
         "half_up": [-2, -1, 0, 1, 2, 3],
@@ -71,7 +93,9 @@ def test_formats_carry_the_policy() -> None:
 
 
 def test_unknown_policies_are_named() -> None:
-    with pytest.raises(ConfigError, match="rounding: got 'nearest'; expected one of half_even, "):
+    with pytest.raises(
+        ConfigError, match="rounding: got 'nearest'; expected one of half_even, "
+    ):
         integer_format(8, rounding="nearest")
     with pytest.raises(ConfigError, match="rounding: got 'bankers'; expected one of"):
         round_number(0.5, "bankers")

@@ -39,7 +39,10 @@ def blob(array: Any, old: bool) -> bytes:
     data = delimited(5, np.asarray(array, "<f4").tobytes())
     if old:
         sizes = [1] * (4 - array.ndim) + list(array.shape)
-        return b"".join(varint(n << 3) + varint(size) for n, size in enumerate(sizes, 1)) + data
+        return (
+            b"".join(varint(n << 3) + varint(size) for n, size in enumerate(sizes, 1))
+            + data
+        )
     return delimited(7, delimited(1, b"".join(map(varint, array.shape)))) + data
 
 
@@ -51,7 +54,9 @@ def caffemodel(weights: Mapping[str, Sequence[Any]], old: bool = False) -> bytes
         old: write layers of version 1.
     """
     layer, name, blobs = (2, 4, 6) if old else (100, 1, 7)
-    out = delimited(1, b"net") + struct.pack("<BB", 5 << 3, 1)  # the name, and a field to skip
+    out = delimited(1, b"net") + struct.pack(
+        "<BB", 5 << 3, 1
+    )  # the name, and a field to skip
     for key, arrays in weights.items():
         parts = [delimited(name, key.encode())]
         parts += [delimited(blobs, blob(array, old)) for array in arrays]

@@ -37,16 +37,25 @@ class Writer:
         self.initializers: list[Any] = []
         self.inputs: list[Any] = []
 
-    def input(self, name: str, shape: Sequence[Any], dtype: torch.dtype = torch.float32) -> str:
+    def input(
+        self, name: str, shape: Sequence[Any], dtype: torch.dtype = torch.float32
+    ) -> str:
         """Declare an input; sizes that are text are open."""
-        self.inputs.append(helper.make_tensor_value_info(name, TYPES[dtype], list(shape)))
+        self.inputs.append(
+            helper.make_tensor_value_info(name, TYPES[dtype], list(shape))
+        )
         return name
 
-    def node(self, op_type: str, *inputs: str, outputs: int = 1, **attributes: Any) -> Any:
+    def node(
+        self, op_type: str, *inputs: str, outputs: int = 1, **attributes: Any
+    ) -> Any:
         """Write a node; return the name of its output, or those of several."""
         domain = attributes.pop("domain", "")
         number = len(self.nodes)
-        names = [f"{op_type.lower()}_{number}" + (f"_{i}" if i else "") for i in range(outputs)]
+        names = [
+            f"{op_type.lower()}_{number}" + (f"_{i}" if i else "")
+            for i in range(outputs)
+        ]
         name = f"{op_type}_{number}"
         self.nodes.append(
             helper.make_node(op_type, inputs, names, name, domain=domain, **attributes)
@@ -61,20 +70,30 @@ class Writer:
     def weight(self, value: Tensor, name: str = "") -> str:
         """Store an initializer."""
         name = name or f"w{len(self.initializers)}"
-        self.initializers.append(numpy_helper.from_array(value.contiguous().numpy(), name))
+        self.initializers.append(
+            numpy_helper.from_array(value.contiguous().numpy(), name)
+        )
         return name
 
     def random(self, *shape: int, scale: float = 0.3, name: str = "") -> str:
         """Store random numbers."""
         return self.weight(torch.randn(shape, generator=self.generator) * scale, name)
 
-    def conv(self, x: str, inputs: int, outputs: int, kernel: int = 3, stride: int = 1) -> str:
+    def conv(
+        self, x: str, inputs: int, outputs: int, kernel: int = 3, stride: int = 1
+    ) -> str:
         """Write a convolution with BatchNormalization behind it."""
         number = len(self.initializers)
         scale = (inputs * kernel * kernel) ** -0.5
         size = [kernel] * 2
-        weight = self.random(outputs, inputs, *size, scale=scale, name=f"c{number}.conv.weight")
-        window = {"pads": [kernel // 2] * 4, "strides": [stride] * 2, "kernel_shape": size}
+        weight = self.random(
+            outputs, inputs, *size, scale=scale, name=f"c{number}.conv.weight"
+        )
+        window = {
+            "pads": [kernel // 2] * 4,
+            "strides": [stride] * 2,
+            "kernel_shape": size,
+        }
         y = self.node("Conv", x, weight, **window)
         uniform = [torch.rand(outputs, generator=self.generator) for _ in range(4)]
         parts = [uniform[0] + 0.5, uniform[1] - 0.5, uniform[2] * 0.2, uniform[3] + 0.5]
@@ -84,8 +103,13 @@ class Writer:
     def model(self, *outputs: tuple[str, torch.dtype] | str) -> Any:
         """Return the file; outputs are float32 unless said otherwise."""
         pairs = [(o, torch.float32) if isinstance(o, str) else o for o in outputs]
-        infos = [helper.make_tensor_value_info(name, TYPES[dtype], None) for name, dtype in pairs]
-        graph = helper.make_graph(self.nodes, "net", self.inputs, infos, self.initializers)
+        infos = [
+            helper.make_tensor_value_info(name, TYPES[dtype], None)
+            for name, dtype in pairs
+        ]
+        graph = helper.make_graph(
+            self.nodes, "net", self.inputs, infos, self.initializers
+        )
         opsets = [helper.make_opsetid("", self.opset)]
         if any(node.domain for node in self.nodes):
             opsets.append(helper.make_opsetid("com.microsoft", 1))
@@ -98,7 +122,9 @@ def run_reference(model: Any, feeds: Mapping[str, Tensor]) -> list[Tensor]:
     options = runtime.SessionOptions()
     options.log_severity_level = 3  # it warns of what it folds
     data = model if isinstance(model, (bytes, str)) else model.SerializeToString()
-    session = runtime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+    session = runtime.InferenceSession(
+        data, options, providers=["CPUExecutionProvider"]
+    )
     results = session.run(None, {name: value.numpy() for name, value in feeds.items()})
     return [torch.from_numpy(np.array(result)) for result in results]
 
@@ -119,5 +145,7 @@ def assert_agrees(model: Any, feeds: Mapping[str, Tensor], limit: float = 1e-4) 
         assert one.shape == wanted.shape and one.dtype == wanted.dtype
         if wanted.numel():
             largest = float(wanted.double().abs().max())
-            assert float((one.double() - wanted.double()).abs().max()) <= limit * max(largest, 1e-6)
+            assert float((one.double() - wanted.double()).abs().max()) <= limit * max(
+                largest, 1e-6
+            )
     return read

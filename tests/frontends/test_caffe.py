@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from tests.frontends.caffe_writer import RAW_TYPES, caffemodel, delimited, raw_blob, varint
+from tests.frontends.caffe_writer import (
+    RAW_TYPES,
+    caffemodel,
+    delimited,
+    raw_blob,
+    varint,
+)
 from torchq.errors import FrontendError
 from torchq.frontends.caffe.messages import parse_text
 
@@ -26,13 +32,17 @@ def recorded(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     with np.load(FOLDER / f"{name}.npz") as arrays:
         found = {key: torch.from_numpy(arrays[key]) for key in arrays.files}
     inputs = {key[3:]: value for key, value in found.items() if key.startswith("in:")}
-    return inputs, {key[4:]: value for key, value in found.items() if key.startswith("out:")}
+    return inputs, {
+        key[4:]: value for key, value in found.items() if key.startswith("out:")
+    }
 
 
 def outputs_of(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     with torch.no_grad():
         got = model(**inputs)
-    return dict(zip(model.output_names, got if isinstance(got, tuple) else (got,), strict=True))
+    return dict(
+        zip(model.output_names, got if isinstance(got, tuple) else (got,), strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", ["classifier", "operators"])
@@ -104,10 +114,14 @@ def test_layers_of_version_1_are_read() -> None:
     conv = nn.Conv2d(2, 3, 1)
     ip = nn.Linear(48, 2)
     stored = {"conv": list(conv.parameters()), "ip": list(ip.parameters())}
-    blobs = {name: [p.detach().numpy() for p in layer] for name, layer in stored.items()}
+    blobs = {
+        name: [p.detach().numpy() for p in layer] for name, layer in stored.items()
+    }
     model = torchq.from_caffe(OLD, caffemodel(blobs, old=True))
     x = torch.randn(1, 2, 4, 4)
-    torch.testing.assert_close(model(x), ip(conv(x).relu().flatten(1)), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        model(x), ip(conv(x).relu().flatten(1)), rtol=1e-5, atol=1e-5
+    )
     assert model.output_names == ["ip"]
 
 
@@ -123,7 +137,9 @@ layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "
 
 @pytest.mark.parametrize("kind", RAW_TYPES)
 def test_raw_data_of_every_width_is_read(kind: str) -> None:
-    weight = np.arange(6, dtype="f").reshape(2, 3) / 4  # numbers that half precision has
+    weight = (
+        np.arange(6, dtype="f").reshape(2, 3) / 4
+    )  # numbers that half precision has
     layer = delimited(1, b"ip") + delimited(7, raw_blob(weight, kind))
     model = torchq.from_caffe(TRAINED, delimited(100, layer))
     assert model(torch.ones(1, 3, 1, 1)).tolist() == [weight.sum(1).tolist()]
@@ -132,7 +148,10 @@ def test_raw_data_of_every_width_is_read(kind: str) -> None:
 @pytest.mark.parametrize(
     ("blob", "message"),
     [
-        (varint(10 << 3) + varint(7) + delimited(12, b"\0" * 12), "ip.*got raw data of type 7"),
+        (
+            varint(10 << 3) + varint(7) + delimited(12, b"\0" * 12),
+            "ip.*got raw data of type 7",
+        ),
         (delimited(10, b"\0" * 6), "ip.*got half_data, which a fork of Caffe writes"),
     ],
 )
@@ -158,7 +177,9 @@ def input_layer(name: str, *shape: int) -> str:
 def one_layer(kind: str, fields: str = "", bottoms: int = 1, top: str = "y") -> str:
     inputs = input_layer("x0", 2, 3, 4) + input_layer("x1", 2, 3, 4)
     reads = " ".join(f'bottom: "x{i}"' for i in range(bottoms))
-    return f'{inputs} layer {{ name: "y" type: "{kind}" {reads} top: "{top}" {fields} }}'
+    return (
+        f'{inputs} layer {{ name: "y" type: "{kind}" {reads} top: "{top}" {fields} }}'
+    )
 
 
 X = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
@@ -166,14 +187,21 @@ CASES = [
     ("Clip", "clip_param { min: -0.5 max: 0.25 }", X, X.clamp(-0.5, 0.25)),
     ("Swish", "swish_param { beta: 2 }", X, X / (1 + torch.exp(-2 * X))),
     ("ArgMax", "argmax_param { axis: 1 }", X, X.argmax(1, keepdim=True).float()),
-    ("Reshape", "reshape_param { shape { dim: -1 } axis: 1 num_axes: 2 }", X, X.reshape(2, 12)),
+    (
+        "Reshape",
+        "reshape_param { shape { dim: -1 } axis: 1 num_axes: 2 }",
+        X,
+        X.reshape(2, 12),
+    ),
     ("Flatten", "flatten_param { axis: 0 end_axis: 1 }", X, X.reshape(6, 4)),
     ("Permute", "permute_param { order: 1 }", X, X.permute(1, 0, 2)),
 ]
 
 
 @pytest.mark.parametrize(("kind", "fields", "x", "expected"), CASES)
-def test_layers_without_weights(kind: str, fields: str, x: Tensor, expected: Tensor) -> None:
+def test_layers_without_weights(
+    kind: str, fields: str, x: Tensor, expected: Tensor
+) -> None:
     model = torchq.from_caffe(one_layer(kind, fields), caffemodel({}))
     torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
 
@@ -184,7 +212,9 @@ def test_factors_that_the_network_computes() -> None:
 
 
 def test_a_norm_behind_a_shape_that_is_not_known() -> None:
-    text = one_layer("Reshape", "reshape_param { shape { dim: 3 dim: 4 } axis: 1 num_axes: 2 }")
+    text = one_layer(
+        "Reshape", "reshape_param { shape { dim: 3 dim: 4 } axis: 1 num_axes: 2 }"
+    )
     text += 'layer { name: "bn" type: "BatchNorm" bottom: "y" top: "bn" }'
     states = [np.array([1, 2, 3], "f"), np.array([4, 4, 4], "f"), np.array([1], "f")]
     model = torchq.from_caffe(text, caffemodel({"bn": states}))
@@ -222,13 +252,22 @@ def test_unknown_layers_are_named_at_once_with_counts() -> None:
         (one_layer("ReLU", 'bottom: "nothing"'), "reads 'nothing'"),
         (one_layer("ReLU", "relu_param { negative_slop: 1 }"), "fields negative_slop"),
         (one_layer("ReLU", 'relu_param { negative_slope: "1" }'), "expected numbers"),
-        (one_layer("InnerProduct", "inner_product_param { num_output: 2 }"), "lacks its weight"),
+        (
+            one_layer("InnerProduct", "inner_product_param { num_output: 2 }"),
+            "lacks its weight",
+        ),
         (one_layer("Convolution"), "lacks its weight"),
-        (one_layer("Eltwise", "eltwise_param { operation: MIN }"), "operation is 'MIN'"),
+        (
+            one_layer("Eltwise", "eltwise_param { operation: MIN }"),
+            "operation is 'MIN'",
+        ),
         (one_layer("Pooling", "pooling_param { pool: STOCHASTIC }"), "stochastic"),
         (one_layer("Pooling"), "'kernel_size' is missing|kernel_size is"),
         (one_layer("DetectionOutput"), "'num_classes' is missing"),
-        (one_layer("Reshape", "reshape_param { shape { dim: 1e30 } }"), "whole numbers"),
+        (
+            one_layer("Reshape", "reshape_param { shape { dim: 1e30 } }"),
+            "whole numbers",
+        ),
     ],
 )
 def test_broken_networks_are_refused(text: str, message: str) -> None:
@@ -241,8 +280,18 @@ def test_broken_networks_are_refused(text: str, message: str) -> None:
     ("kind", "fields", "shapes", "message"),
     [
         ("Convolution", "num_output: 2", [(2, 3)], "0 spatial dimensions"),
-        ("Convolution", "num_output: 2 kernel_size: 3", [(2, 3, 1)], "(2, 3, 1); expected [2, 3"),
-        ("Convolution", "num_output: 2 kernel_h: 1 kernel_w: 1", [(2, 3, 1)], "for 1 dimensions"),
+        (
+            "Convolution",
+            "num_output: 2 kernel_size: 3",
+            [(2, 3, 1)],
+            "(2, 3, 1); expected [2, 3",
+        ),
+        (
+            "Convolution",
+            "num_output: 2 kernel_h: 1 kernel_w: 1",
+            [(2, 3, 1)],
+            "for 1 dimensions",
+        ),
         ("InnerProduct", "num_output: 5", [(2, 3)], "for 5 outputs"),
         ("BatchNorm", "use_global_stats: false", [], "of each batch"),
         ("LRN", "local_size: 4", [], "expected an odd number"),
@@ -253,7 +302,9 @@ def test_layers_whose_parts_do_not_fit_are_refused(
     kind: str, fields: str, shapes: list[tuple[int, ...]], message: str
 ) -> None:
     weights = caffemodel({"y": [np.ones(shape, "f") for shape in shapes]})
-    snake = {"InnerProduct": "inner_product", "BatchNorm": "batch_norm"}.get(kind, kind.lower())
+    snake = {"InnerProduct": "inner_product", "BatchNorm": "batch_norm"}.get(
+        kind, kind.lower()
+    )
     with pytest.raises(FrontendError, match=re.escape(message)):
         torchq.from_caffe(one_layer(kind, f"{snake}_param {{ {fields} }}"), weights)
 
@@ -262,17 +313,25 @@ def test_forms_of_forks_compute_what_they_say() -> None:
     x = torch.arange(48.0).view(2, 3, 2, 4) - 20
 
     def net(kind: str, fields: str, bottoms: str = "x", *blobs: np.ndarray) -> Any:
-        inputs = input_layer("x", 2, 3, 2, 4) + input_layer("s", 2, 3, 1, 1) * ("s" in bottoms)
+        inputs = input_layer("x", 2, 3, 2, 4) + input_layer("s", 2, 3, 1, 1) * (
+            "s" in bottoms
+        )
         names = " ".join(f'bottom: "{name}"' for name in bottoms)
-        text = f'{inputs} layer {{ name: "y" type: "{kind}" {names} top: "y" {fields} }}'
+        text = (
+            f'{inputs} layer {{ name: "y" type: "{kind}" {names} top: "y" {fields} }}'
+        )
         return torchq.from_caffe(text, caffemodel({"y": list(blobs)} if blobs else {}))
 
     weight = np.arange(3, dtype="f").reshape(3, 1, 1, 1)
     narrow = "convolution_param { num_output: 3 kernel_size: 1 bias_term: false }"
     depthwise = net("DepthwiseConvolution", narrow, "x", weight)
-    torch.testing.assert_close(depthwise(x), x * torch.from_numpy(weight).view(1, 3, 1, 1))
+    torch.testing.assert_close(
+        depthwise(x), x * torch.from_numpy(weight).view(1, 3, 1, 1)
+    )
     matrix = np.arange(48, dtype="f").reshape(24, 2)
-    transposed = "inner_product_param { num_output: 2 transpose: true bias_term: false }"
+    transposed = (
+        "inner_product_param { num_output: 2 transpose: true bias_term: false }"
+    )
     product = net("InnerProduct", transposed, "x", matrix)
     torch.testing.assert_close(product(x), x.flatten(1) @ torch.from_numpy(matrix))
     larger = net("Upsample", "upsample_param { scale: 2 }")
@@ -293,7 +352,10 @@ WIDE = delimited(7, delimited(1, varint(2**40) + varint(2**20)))
         (b"\xff" * 11, "more than 10 bytes"),
         (b"\x0b", "wire type 3"),
         (delimited(100, delimited(1, b"y") + delimited(7, WIDE)), "got 0 numbers"),
-        (delimited(100, delimited(1, b"y") + delimited(7, delimited(5, b"123"))), "other numbers"),
+        (
+            delimited(100, delimited(1, b"y") + delimited(7, delimited(5, b"123"))),
+            "other numbers",
+        ),
         (GOOD + GOOD, "two layers 'y'"),
     ],
 )
@@ -310,6 +372,8 @@ def test_missing_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_text_with_escapes_lists_and_comments() -> None:
-    message = parse_text('a: "x\\n\\101" "y" b: [1, 2.5e1] # c: 3\nd { e: TRUE_NAME f: -inf }', "t")
+    message = parse_text(
+        'a: "x\\n\\101" "y" b: [1, 2.5e1] # c: 3\nd { e: TRUE_NAME f: -inf }', "t"
+    )
     assert message.values["a"] == ["x\nAy"] and message.values["b"] == [1.0, 25.0]
     assert message.message("d").values == {"e": ["TRUE_NAME"], "f": ["-inf"]}

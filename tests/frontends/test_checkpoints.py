@@ -76,7 +76,9 @@ def network(cls: type[nn.Module]) -> tuple[nn.Module, Tensor]:
 def by_modelopt(model: nn.Module, x: Tensor) -> nn.Module:
     mtq = pytest.importorskip("modelopt.torch.quantization")
     quantized: nn.Module = mtq.quantize(model, mtq.INT8_DEFAULT_CFG, lambda m: m(x))
-    mtq.disable_quantizer(quantized, "*norm*")  # torchq has no quantizer for a LayerNorm's input
+    mtq.disable_quantizer(
+        quantized, "*norm*"
+    )  # torchq has no quantizer for a LayerNorm's input
     return quantized
 
 
@@ -95,13 +97,19 @@ def by_brevitas(model: nn.Module, x: Tensor) -> nn.Module:
     for name, m in list(model.named_modules()):
         new: nn.Module | None = None
         if isinstance(m, (nn.Conv2d, nn.ConvTranspose2d)):
-            cls = qnn.QuantConv2d if isinstance(m, nn.Conv2d) else qnn.QuantConvTranspose2d
+            cls = (
+                qnn.QuantConv2d
+                if isinstance(m, nn.Conv2d)
+                else qnn.QuantConvTranspose2d
+            )
             new = cls(
                 m.in_channels, m.out_channels, m.kernel_size, stride=m.stride, padding=m.padding,
                 groups=m.groups, bias=m.bias is not None, **weights,
             )  # fmt: skip
         elif isinstance(m, nn.Linear):
-            new = qnn.QuantLinear(m.in_features, m.out_features, bias=True, **signed, **weights)
+            new = qnn.QuantLinear(
+                m.in_features, m.out_features, bias=True, **signed, **weights
+            )
         elif isinstance(m, nn.ReLU):
             new = qnn.QuantReLU()
         elif isinstance(m, nn.Identity):
@@ -115,7 +123,9 @@ def by_brevitas(model: nn.Module, x: Tensor) -> nn.Module:
 
 def by_pt2e(model: nn.Module, x: Tensor) -> nn.Module:
     pt2e = pytest.importorskip("torchao.quantization.pt2e.quantize_pt2e")
-    x86 = pytest.importorskip("torchao.quantization.pt2e.quantizer.x86_inductor_quantizer")
+    x86 = pytest.importorskip(
+        "torchao.quantization.pt2e.quantizer.x86_inductor_quantizer"
+    )
     quantizer = x86.X86InductorQuantizer()
     quantizer.set_global(x86.get_default_x86_inductor_quantization_config())
     prepared = pt2e.prepare_pt2e(torch.export.export(model, (x,)).module(), quantizer)
@@ -173,7 +183,9 @@ def codes_differ(model: nn.Module, other: nn.Module, x: Tensor) -> int:
 
         def hook(module: nn.Module, args: tuple[Tensor], out: Tensor) -> None:
             with torch.no_grad():
-                differ.append(int(((ours(args[0]) - out).abs() > 0.5 * ours.scale).sum()))
+                differ.append(
+                    int(((ours(args[0]) - out).abs() > 0.5 * ours.scale).sum())
+                )
 
         return hook
 
@@ -181,7 +193,9 @@ def codes_differ(model: nn.Module, other: nn.Module, x: Tensor) -> int:
     for name, quantizer in model.named_modules():
         if isinstance(quantizer, torchq.TensorQuantizer):
             seen += 1
-            handles.append(other.get_submodule(name).register_forward_hook(compare(name)))
+            handles.append(
+                other.get_submodule(name).register_forward_hook(compare(name))
+            )
     with torch.no_grad():
         other(x)
     for handle in handles:
@@ -199,13 +213,21 @@ class PairedNet(nn.Module):
     """What convert_pt2e makes of a network, with parameters that no range gives to the last bit."""
 
     def __init__(
-        self, *, high: int = 255, ends_quantized: bool = False, reads_twice: bool = False
+        self,
+        *,
+        high: int = 255,
+        ends_quantized: bool = False,
+        reads_twice: bool = False,
     ) -> None:
         super().__init__()
         self.conv = nn.Conv2d(3, 4, 3)
         self.head = nn.Linear(4, 2)
         self.pool = nn.AdaptiveAvgPool2d(1)
-        self.high, self.ends_quantized, self.reads_twice = high, ends_quantized, reads_twice
+        self.high, self.ends_quantized, self.reads_twice = (
+            high,
+            ends_quantized,
+            reads_twice,
+        )
         codes = torch.randint(-128, 128, self.conv.weight.shape, dtype=torch.int8)
         self.register_buffer("codes", codes)
         self.register_buffer("scales", torch.rand(4) / 100 + 1e-3)
@@ -213,7 +235,9 @@ class PairedNet(nn.Module):
 
     def pair(self, x: Tensor, scale: float, point: int) -> Tensor:
         grid = (scale, point, 0, self.high, torch.uint8)
-        result: Tensor = OPS.dequantize_per_tensor(OPS.quantize_per_tensor(x, *grid), *grid)
+        result: Tensor = OPS.dequantize_per_tensor(
+            OPS.quantize_per_tensor(x, *grid), *grid
+        )
         return result
 
     def forward(self, x: Tensor) -> Tensor:
@@ -244,7 +268,9 @@ def exported(**options: Any) -> tuple[Any, Tensor]:
     torch.manual_seed(0)
     x = torch.randn(2, 3, 8, 8)
     graph = torch.export.export(PairedNet(**options).eval(), (x,)).module()
-    for node in graph.graph.nodes:  # convert_pt2e keeps the module that called the layer
+    for (
+        node
+    ) in graph.graph.nodes:  # convert_pt2e keeps the module that called the layer
         if str(node.target).startswith("aten.conv2d"):
             node.meta["nn_module_stack"] = {"conv": ("conv", nn.Conv2d)}
     return graph, x
@@ -258,12 +284,17 @@ def test_a_graph_of_pairs_is_adopted_bit_for_bit(as_program: bool) -> None:
     model: Any = FloatNet().eval()
     torchq.adopt_(model, other)
     places = ["conv.input_quantizer", "conv.weight_quantizer", "pool.input_quantizer"]
-    quantizers = [n for n, m in model.named_modules() if isinstance(m, torchq.TensorQuantizer)]
+    quantizers = [
+        n for n, m in model.named_modules() if isinstance(m, torchq.TensorQuantizer)
+    ]
     assert quantizers == places
     with torch.no_grad():
         assert torch.equal(model(x), graph(x))
     scale, point = model.conv.input_quantizer.calculate_qparams()
-    assert (float(scale), int(point)) == (float(torch.tensor(0.012349679134786129)), 117)
+    assert (float(scale), int(point)) == (
+        float(torch.tensor(0.012349679134786129)),
+        117,
+    )
 
 
 @pytest.mark.parametrize(
@@ -274,7 +305,9 @@ def test_a_graph_of_pairs_is_adopted_bit_for_bit(as_program: bool) -> None:
         ({"reads_twice": True}, r"mean: mean: a quantized operator of a FloatNet"),
     ],
 )
-def test_what_a_graph_quantizes_otherwise_is_refused(options: dict[str, Any], text: str) -> None:
+def test_what_a_graph_quantizes_otherwise_is_refused(
+    options: dict[str, Any], text: str
+) -> None:
     graph, _ = exported(**options)
     unchanged_after_refusal(FloatNet().eval(), graph, text)
 
@@ -285,7 +318,9 @@ def test_a_norm_that_the_graph_has_folded_is_named() -> None:
             super().__init__()
             self.norm = nn.BatchNorm2d(4)
 
-    unchanged_after_refusal(Normed().eval(), exported()[0], "norm: folded .* torchq.fuse_")
+    unchanged_after_refusal(
+        Normed().eval(), exported()[0], "norm: folded .* torchq.fuse_"
+    )
 
 
 def test_other_networks_are_refused() -> None:
@@ -293,7 +328,9 @@ def test_other_networks_are_refused() -> None:
     model = FloatNet().eval()
     model.conv = nn.Conv2d(3, 5, 3)
     unchanged_after_refusal(model, graph, "the networks differ: conv.weight, conv.bias")
-    with pytest.raises(ConfigError, match=r"a Linear in which nothing is quantized by a known"):
+    with pytest.raises(
+        ConfigError, match=r"a Linear in which nothing is quantized by a known"
+    ):
         torchq.adopt_(nn.Linear(2, 2), nn.Linear(2, 2))
     quantized = FloatNet()
     torchq.quantize_(quantized)
@@ -329,7 +366,9 @@ def test_a_layer_on_different_grids_at_its_places_is_named() -> None:
     model.first = nn.Linear(4, 3)
     model.second = model.first
     other = Repeated(is_called_twice=True, amax_at_second=2.0)
-    unchanged_after_refusal(model, other, "first: is second too, and quantized in another way")
+    unchanged_after_refusal(
+        model, other, "first: is second too, and quantized in another way"
+    )
 
 
 def test_tensors_that_the_maker_knows_by_another_name_are_found() -> None:
@@ -345,8 +384,12 @@ def test_tensors_that_the_maker_knows_by_another_name_are_found() -> None:
 
 def test_values_of_a_maker_that_are_no_numbers_are_refused() -> None:
     graph, _ = exported()
-    graph.scales[1] = torch.nan  # as where codes were divided by the scale of a channel of zeros
-    unchanged_after_refusal(FloatNet().eval(), graph, "conv.weight: got values that are NaN")
+    graph.scales[1] = (
+        torch.nan
+    )  # as where codes were divided by the scale of a channel of zeros
+    unchanged_after_refusal(
+        FloatNet().eval(), graph, "conv.weight: got values that are NaN"
+    )
 
 
 def unchanged_after_refusal(model: nn.Module, other: nn.Module, text: str) -> None:
@@ -377,7 +420,9 @@ def stand_in(**fields: Any) -> Any:
     """Return a linear layer as ModelOpt leaves it."""
     layer = nn.Linear(4, 3)
     layer.input_quantizer = TensorQuantizer(**{"amax": torch.tensor(1.5), **fields})
-    layer.weight_quantizer = TensorQuantizer(amax=torch.tensor([[1.0], [0.5], [2.0]]), axis=0)
+    layer.weight_quantizer = TensorQuantizer(
+        amax=torch.tensor([[1.0], [0.5], [2.0]]), axis=0
+    )
     return nn.Sequential(layer)
 
 
@@ -407,5 +452,7 @@ def test_ranges_formats_and_factors_are_taken() -> None:
         ({"amax": torch.tensor(torch.inf)}, "0.input_quantizer"),
     ],
 )
-def test_quantizers_that_torchq_lacks_are_named(fields: dict[str, Any], text: str) -> None:
+def test_quantizers_that_torchq_lacks_are_named(
+    fields: dict[str, Any], text: str
+) -> None:
     unchanged_after_refusal(nn.Sequential(nn.Linear(4, 3)), stand_in(**fields), text)

@@ -34,10 +34,14 @@ def verdict(name: str) -> str:
     return kind if kind != "wrong" else f"wrong: {found['reason']}"
 
 
-@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow, id="all"), 12])
+@pytest.mark.parametrize(
+    "step", [pytest.param(1, marks=pytest.mark.slow, id="all"), 12]
+)
 def test_no_case_is_wrong_and_most_are_converted(step: int) -> None:
     found = {name: verdict(name) for name in list(cases())[::step]}
-    assert {name: text for name, text in found.items() if text not in ("right", "refused")} == {}
+    assert {
+        name: text for name, text in found.items() if text not in ("right", "refused")
+    } == {}
     # One in twelve is as often converted as all are, but for a few.
     least = CONVERTED / 1884 if step == 1 else 0.9 * CONVERTED / 1884
     assert list(found.values()).count("right") >= int(least * len(found))
@@ -56,11 +60,17 @@ USUAL = """Abs Add And ArgMax Attention AveragePool BatchNormalization Cast Clip
 
 @pytest.mark.parametrize("op_type", USUAL.split())
 def test_usual_operators_are_converted(op_type: str) -> None:
-    nodes = ((name, node) for name, case in cases().items() for node in case.model.graph.node)
-    assert any(verdict(name) == "right" for name, node in nodes if node.op_type == op_type)
+    nodes = (
+        (name, node) for name, case in cases().items() for node in case.model.graph.node
+    )
+    assert any(
+        verdict(name) == "right" for name, node in nodes if node.op_type == op_type
+    )
 
 
-@pytest.mark.parametrize("kind", ["lstm", "gru", "roialign", "resize", "nonmaxsuppression"])
+@pytest.mark.parametrize(
+    "kind", ["lstm", "gru", "roialign", "resize", "nonmaxsuppression"]
+)
 def test_every_case_of_sequences_and_detectors_is_converted(kind: str) -> None:
     found = {name: verdict(name) for name in cases() if name.startswith(f"test_{kind}")}
     assert set(found.values()) == {"right"}, found
@@ -68,9 +78,13 @@ def test_every_case_of_sequences_and_detectors_is_converted(kind: str) -> None:
 
 def test_a_wrong_result_would_be_noticed() -> None:
     case: Any = cases()["test_relu"]
-    found = conformance.outcome(cases()["test_sigmoid"].model, case.data_sets, case.rtol, case.atol)
+    found = conformance.outcome(
+        cases()["test_sigmoid"].model, case.data_sets, case.rtol, case.atol
+    )
     assert found["outcome"] == "wrong" and "largest error" in found["reason"]
-    assert "for torch.int64" in conformance.difference(torch.ones(2), torch.tensor([1, 1]), 0, 0)
+    assert "for torch.int64" in conformance.difference(
+        torch.ones(2), torch.tensor([1, 1]), 0, 0
+    )
 
 
 @pytest.mark.parametrize("kind", ["pytorch-converted", "pytorch-operator"])
@@ -78,13 +92,19 @@ def test_models_that_pytorch_wrote(kind: str) -> None:
     found = {row["name"]: row for row in conformance.stored_models(kind)}
     wrong = [row for row in found.values() if row["outcome"] != "right"]
     assert len(found) > 30
-    assert all("multiparam" in row["name"] and row["outcome"] == "refused" for row in wrong), wrong
+    assert all(
+        "multiparam" in row["name"] and row["outcome"] == "refused" for row in wrong
+    ), wrong
 
 
 def test_slopes_of_each_channel_of_opset_6_are_refused() -> None:
     """Their first size is that of the channels, which onnx.version_converter does not see."""
-    with pytest.raises(FrontendError, match="opset 6, where a PRelu has a slope of each channel"):
-        torchq.from_onnx(DATA / "pytorch-converted" / "test_PReLU_2d_multiparam" / "model.onnx")
+    with pytest.raises(
+        FrontendError, match="opset 6, where a PRelu has a slope of each channel"
+    ):
+        torchq.from_onnx(
+            DATA / "pytorch-converted" / "test_PReLU_2d_multiparam" / "model.onnx"
+        )
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*no active quantizer"),
 ]
 HERE = Path(__file__).parent
-EXPORTERS = pytest.mark.parametrize("dynamo", [True, False], ids=["dynamo", "torchscript"])
+EXPORTERS = pytest.mark.parametrize(
+    "dynamo", [True, False], ids=["dynamo", "torchscript"]
+)
 
 
 def ssd(changes: dict[str, str]) -> nn.Module:
@@ -40,8 +42,12 @@ def exported(model: nn.Module, example: Any, folder: Path, dynamo: bool) -> Any:
     return onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
 
 
-def assert_same_detections(session: Any, model: nn.Module, *inputs: Tensor) -> list[Tensor]:
-    feeds = {v.name: x.numpy() for v, x in zip(session.get_inputs(), inputs, strict=True)}
+def assert_same_detections(
+    session: Any, model: nn.Module, *inputs: Tensor
+) -> list[Tensor]:
+    feeds = {
+        v.name: x.numpy() for v, x in zip(session.get_inputs(), inputs, strict=True)
+    }
     with torch.no_grad():
         wanted = model(*inputs)
     wanted = [wanted] if isinstance(wanted, Tensor) else list(wanted)
@@ -52,8 +58,15 @@ def assert_same_detections(session: Any, model: nn.Module, *inputs: Tensor) -> l
 
 SSD = {
     "as it is": {},
-    "few": {"confidence_threshold: 0.3": "confidence_threshold: 0.6", "keep_top_k: 20": ""},
-    "corners": {"CENTER_SIZE": "CORNER", "top_k: 50": "top_k: 9", "background_label_id: 0": ""},
+    "few": {
+        "confidence_threshold: 0.3": "confidence_threshold: 0.6",
+        "keep_top_k: 20": "",
+    },
+    "corners": {
+        "CENTER_SIZE": "CORNER",
+        "top_k: 50": "top_k: 9",
+        "background_label_id: 0": "",
+    },
     "no background": {"background_label_id: 0": "background_label_id: -1"},
 }
 
@@ -75,7 +88,9 @@ def test_detections_of_ssd_in_a_file_follow_the_image(
 
 @pytest.mark.slow
 @EXPORTERS
-def test_a_file_of_ssd_finds_nothing_where_nothing_is(dynamo: bool, tmp_path: Path) -> None:
+def test_a_file_of_ssd_finds_nothing_where_nothing_is(
+    dynamo: bool, tmp_path: Path
+) -> None:
     model = ssd({"confidence_threshold: 0.3": "confidence_threshold: 0.6"})
     session = exported(model, photos(1, 4.0), tmp_path, dynamo)
     (none,) = assert_same_detections(session, model, photos(2, 0.0))
@@ -95,21 +110,32 @@ def test_default_boxes_of_a_detector_stay_float(target: str) -> None:
 
 
 @EXPORTERS
-def test_regions_of_a_file_that_was_read_follow_their_boxes(dynamo: bool, tmp_path: Path) -> None:
+def test_regions_of_a_file_that_was_read_follow_their_boxes(
+    dynamo: bool, tmp_path: Path
+) -> None:
     w = Writer(16)
     x = w.input("x", ["n", 3, 8, 8])
     rois = w.input("rois", ["k", 4])
     places = w.input("places", ["k"], torch.int64)
     options = {"output_height": 2, "output_width": 3, "sampling_ratio": 2}
-    model = torchq.from_onnx(w.model(w.node("RoiAlign", w.conv(x, 3, 4), rois, places, **options)))
+    model = torchq.from_onnx(
+        w.model(w.node("RoiAlign", w.conv(x, 3, 4), rois, places, **options))
+    )
     boxes = torch.tensor([[0.0, 0, 4, 4], [1, 1, 6, 7], [2, 0, 7, 4]])
     images = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     example = (images, boxes[:2], torch.tensor([0, 1]))
     path = tmp_path / "regions.onnx"
     open_sizes = {"rois": {0: "k"}, "places": {0: "k"}}
     torchq.export_onnx(
-        model, example, path, dynamo=dynamo, dynamic_batch=False, dynamic_shapes=open_sizes
+        model,
+        example,
+        path,
+        dynamo=dynamo,
+        dynamic_batch=False,
+        dynamic_shapes=open_sizes,
     )
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        str(path), providers=["CPUExecutionProvider"]
+    )
     assert_same_detections(session, model, *example)
     assert_same_detections(session, model, images, boxes, torch.tensor([1, 0, 1]))

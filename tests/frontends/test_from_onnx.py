@@ -39,7 +39,9 @@ def test_a_network_comes_back_under_the_names_of_its_weights() -> None:
     torch.testing.assert_close(read(x), model(x), rtol=1e-5, atol=1e-6)
     assert type(read.get_submodule("layer4.conv")) is nn.Conv2d
     assert type(read.get_submodule("head.0")) is nn.Linear
-    assert torch.equal(read.state_dict()["layer4.conv.weight"], model.layer4.conv.weight)
+    assert torch.equal(
+        read.state_dict()["layer4.conv.weight"], model.layer4.conv.weight
+    )
 
 
 def test_the_whole_way_from_a_file_to_a_quantized_file(tmp_path: Path) -> None:
@@ -95,13 +97,17 @@ def test_a_product_and_the_bias_behind_it_are_one_layer() -> None:
     assert type(read.fc) is nn.Linear and torch.equal(read.fc.bias, bias)
     torch.testing.assert_close(read(x), x @ weight + bias)
     two = w.model(total, w.node("Relu", product))
-    y, raw = torchq.from_onnx(two)(x)  # the product itself has a reader: the bias stays outside
+    y, raw = torchq.from_onnx(two)(
+        x
+    )  # the product itself has a reader: the bias stays outside
     torch.testing.assert_close((y, raw), (x @ weight + bias, (x @ weight).relu()))
 
 
 def test_layers_behind_an_operator_of_ones_own_are_modules() -> None:
     """Shape inference of the package onnx stops there."""
-    converter("Twice", domain="acme")(lambda node: node.call(torch.mul, node.inputs[0], 2.0))
+    converter("Twice", domain="acme")(
+        lambda node: node.call(torch.mul, node.inputs[0], 2.0)
+    )
     try:
         w = Writer(17)
         x = w.node("Twice", w.input("x", ["n", 3, 4, 6]), domain="acme")
@@ -147,7 +153,9 @@ def test_the_result_can_be_copied_pickled_and_traced() -> None:
 def test_names_of_a_file_cannot_become_code() -> None:
     evil = 'z", None) or exec("raise SystemExit") or getattr(self, "0'
     w = Writer(17)
-    y = w.node("Conv", w.input("x", [1, 1, 2, 2]), w.weight(torch.ones(1, 1, 1, 1), evil))
+    y = w.node(
+        "Conv", w.input("x", [1, 1, 2, 2]), w.weight(torch.ones(1, 1, 1, 1), evil)
+    )
     y = w.node("Add", w.node("Relu", y), w.weight(torch.ones(1, 1, 1, 2), "forward"))
     for node, name in zip(w.nodes, (evil, "class", "forward"), strict=True):
         node.name = name
@@ -158,16 +166,28 @@ def test_names_of_a_file_cannot_become_code() -> None:
 
 def test_unknown_operators_are_named_all_at_once() -> None:
     w = Writer(17)
-    y = w.node("Loop", "", "", w.input("x", [1]), body=onnx.helper.make_graph([], "body", [], []))
+    y = w.node(
+        "Loop",
+        "",
+        "",
+        w.input("x", [1]),
+        body=onnx.helper.make_graph([], "body", [], []),
+    )
     y = w.node("Fancy", w.node("Fancy", y, domain="acme"), domain="acme")
-    with pytest.raises(FrontendError, match=r"no converter for Loop \(1\), acme.Fancy \(2\)"):
+    with pytest.raises(
+        FrontendError, match=r"no converter for Loop \(1\), acme.Fancy \(2\)"
+    ):
         torchq.from_onnx(w.model(y))
 
 
 @pytest.mark.parametrize(
     ("op_type", "domain", "text"),
     [
-        ("FusedConv", "com.microsoft", "Read the file from before its runtime optimized it"),
+        (
+            "FusedConv",
+            "com.microsoft",
+            "Read the file from before its runtime optimized it",
+        ),
         ("QLinearConv", "", ".*quant_format=QuantFormat.QDQ"),
     ],
 )
@@ -183,7 +203,9 @@ def test_operators_of_optimized_and_quantized_files_are_refused_with_advice(
 def one_convolution(size: int) -> Any:
     w = Writer(17)
     return w.model(
-        w.node("Conv", w.input("x", [1, 1, size, size]), w.weight(torch.ones(4, 1, 1, 1)))
+        w.node(
+            "Conv", w.input("x", [1, 1, size, size]), w.weight(torch.ones(4, 1, 1, 1))
+        )
     )
 
 
@@ -204,11 +226,26 @@ def stored(**fields: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda m: m.opset_import[0].__setattr__("version", 99), "opset 99; expected at most"),
-        (lambda m: m.graph.node[0].input.__setitem__(0, "no"), "reads 'no', which nothing before"),
-        (lambda m: m.graph.node[0].output.__setitem__(0, "a"), "computes the output 'conv_0'"),
-        (lambda m: m.graph.initializer[0].dims.append(7), r"holds 4 elements; expected 28"),
-        (stored(raw_data=bytes(19)), r"holds 4 elements and a rest of 3 bytes; expected 4"),
+        (
+            lambda m: m.opset_import[0].__setattr__("version", 99),
+            "opset 99; expected at most",
+        ),
+        (
+            lambda m: m.graph.node[0].input.__setitem__(0, "no"),
+            "reads 'no', which nothing before",
+        ),
+        (
+            lambda m: m.graph.node[0].output.__setitem__(0, "a"),
+            "computes the output 'conv_0'",
+        ),
+        (
+            lambda m: m.graph.initializer[0].dims.append(7),
+            r"holds 4 elements; expected 28",
+        ),
+        (
+            stored(raw_data=bytes(19)),
+            r"holds 4 elements and a rest of 3 bytes; expected 4",
+        ),
         (stored(dims=-4), r"has shape \(-4, 1, 1, 1\)"),
         (stored(data_type=8), "holds STRING, which torch has no type"),
         (lambda m: m.graph.Clear(), "a model without nodes"),
@@ -234,7 +271,11 @@ def external(model: Any, location: str, offset: int, length: int) -> None:
     tensor = model.graph.initializer[0]
     tensor.ClearField("raw_data")
     tensor.data_location = onnx.TensorProto.EXTERNAL
-    for key, value in (("location", location), ("offset", str(offset)), ("length", str(length))):
+    for key, value in (
+        ("location", location),
+        ("offset", str(offset)),
+        ("length", str(length)),
+    ):
         tensor.external_data.add(key=key, value=value)
 
 
@@ -312,7 +353,9 @@ def test_a_product_with_factors_is_a_linear_layer_that_takes_its_norm(
 ) -> None:
     w = Writer(13)
     x = w.input("x", shape)
-    weight = w.random(*((3, 4) if attributes.get("transB") else (4, 3)), name="fc.weight")
+    weight = w.random(
+        *((3, 4) if attributes.get("transB") else (4, 3)), name="fc.weight"
+    )
     y = w.node("Gemm", x, weight, w.random(*bias), **attributes)
     norm = [w.weight(torch.rand(3, generator=w.generator) + 0.5) for _ in range(4)]
     y = w.node("BatchNormalization", y, *norm)
@@ -352,21 +395,29 @@ def test_fused_quantized_copied_and_deployed_models_check_sizes_too() -> None:
     torchq.calibrate(read, [x], progress=False)
     for model in (read, copy.deepcopy(read), torchq.deploy(read, x, target="torch")):
         assert model(x).shape == (1, 120)
-        with pytest.raises(InputError, match=r"images'?: got (the )?shape \(4, 3, 4, 6\)"):
+        with pytest.raises(
+            InputError, match=r"images'?: got (the )?shape \(4, 3, 4, 6\)"
+        ):
             model(torch.randn(4, 3, 4, 6))
 
 
 @pytest.mark.filterwarnings("ignore:.*the file has the fixed batch size of the example")
 @pytest.mark.filterwarnings("ignore:.*no active quantizer")
 @pytest.mark.parametrize("dynamo", [True, False])
-def test_a_file_of_a_fixed_batch_is_written_with_that_batch(dynamo: bool, tmp_path: Path) -> None:
+def test_a_file_of_a_fixed_batch_is_written_with_that_batch(
+    dynamo: bool, tmp_path: Path
+) -> None:
     read = torchq.from_onnx(flattened(13, [1, -1]))
-    torchq.export_onnx(read, torch.randn(1, 3, 4, 6), tmp_path / "f.onnx", dynamo=dynamo)
+    torchq.export_onnx(
+        read, torch.randn(1, 3, 4, 6), tmp_path / "f.onnx", dynamo=dynamo
+    )
     (value,) = onnx.load(tmp_path / "f.onnx").graph.input
     assert value.type.tensor_type.shape.dim[0].dim_value == 1
 
 
-@pytest.mark.parametrize(("batch", "target"), [(1, [1, -1]), (2, [2, 5, 24]), (1, [-1, 24])])
+@pytest.mark.parametrize(
+    ("batch", "target"), [(1, [1, -1]), (2, [2, 5, 24]), (1, [-1, 24])]
+)
 def test_a_fixed_batch_is_freed_on_request(batch: int, target: list[int]) -> None:
     model = flattened(13, target, batch)
     read = torchq.from_onnx(model, free_batch=True)
@@ -391,7 +442,9 @@ def taken(op_type: str) -> Any:
         "Gather": lambda: w.node("Gather", y, w.constant(0), axis=0),
         "Slice": lambda: w.node("Slice", y, zero, one, zero),
         "ReduceMean": lambda: w.node("ReduceMean", y, axes=[0]),
-        "Resize": lambda: w.node("Resize", y, "", "", w.constant([1, 5, 8, 12]), mode="nearest"),
+        "Resize": lambda: w.node(
+            "Resize", y, "", "", w.constant([1, 5, 8, 12]), mode="nearest"
+        ),
         "Transposed": lambda: w.node("Reshape", turned(), w.constant([-1, 24])),
     }
     turned = functools.partial(w.node, "Transpose", y, perm=[1, 0, 2, 3])
@@ -400,7 +453,16 @@ def taken(op_type: str) -> Any:
 
 @pytest.mark.parametrize(
     "op_type",
-    ["Reshape", "Squeeze", "Squeeze all", "Gather", "Slice", "ReduceMean", "Resize", "Transposed"],
+    [
+        "Reshape",
+        "Squeeze",
+        "Squeeze all",
+        "Gather",
+        "Slice",
+        "ReduceMean",
+        "Resize",
+        "Transposed",
+    ],
 )
 def test_an_operator_that_needs_the_fixed_batch_is_named(op_type: str) -> None:
     torchq.from_onnx(taken(op_type))

@@ -28,7 +28,9 @@ def mutated(data: bytes, random: Random) -> bytes:
         elif kind == 2:
             out[at:at] = out[at : at + random.randint(1, 40)]
         elif kind == 3:
-            extreme = random.choice([b"\xff" * 8, b"\x00" * 8, b"\x7f" * 4, b"-1", b"9" * 20])
+            extreme = random.choice(
+                [b"\xff" * 8, b"\x00" * 8, b"\x7f" * 4, b"-1", b"9" * 20]
+            )
             out[at : at + len(extreme)] = extreme
         else:
             del out[at:]
@@ -49,7 +51,10 @@ READERS: dict[str, tuple[bytes, Callable[[bytes], Any]]] = {
     "symbol": (SYMBOL, read_symbol),
     "old symbol": (OLD, read_symbol),
     "params": (PARAMS, lambda data: torchq.from_mxnet(SYMBOL.decode(), data)),
-    "prototxt": (NETWORK, lambda data: torchq.from_caffe(data.decode("utf-8", "replace"), MODEL)),
+    "prototxt": (
+        NETWORK,
+        lambda data: torchq.from_caffe(data.decode("utf-8", "replace"), MODEL),
+    ),
     "caffemodel": (MODEL, lambda data: torchq.from_caffe(NETWORK.decode(), data)),
     "onnx": (b"", torchq.from_onnx),
 }
@@ -82,7 +87,15 @@ def test_mutated_files_give_named_errors(name: str) -> None:
 
 def test_names_that_are_no_text_are_refused() -> None:
     onnx = pytest.importorskip("onnx", reason="writes the file")
-    graph = onnx.helper.make_graph([onnx.helper.make_node("Relu", ["x"], ["y"])], "abcd", [], [])
-    data = onnx.helper.make_model(graph).SerializeToString().replace(b"abcd", b"ab\xff\xfe")
-    with pytest.raises(TorchqError, match=r"expected names in UTF-8|cannot be read as ONNX"):
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("Relu", ["x"], ["y"])], "abcd", [], []
+    )
+    data = (
+        onnx.helper.make_model(graph)
+        .SerializeToString()
+        .replace(b"abcd", b"ab\xff\xfe")
+    )
+    with pytest.raises(
+        TorchqError, match=r"expected names in UTF-8|cannot be read as ONNX"
+    ):
         torchq.from_onnx(data)

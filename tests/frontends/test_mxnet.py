@@ -43,7 +43,9 @@ def compare(name: str, symbol: str | Path | None = None) -> None:
     inputs, expected = recorded(name)
     with torch.no_grad():
         got = torchq.from_mxnet(symbol or own, params)(**inputs)
-    for output, wanted in zip(got if isinstance(got, tuple) else (got,), expected, strict=True):
+    for output, wanted in zip(
+        got if isinstance(got, tuple) else (got,), expected, strict=True
+    ):
         torch.testing.assert_close(output, wanted, rtol=1e-5, atol=1e-5)
         if name == "classifier":
             torch.testing.assert_close(output.log(), wanted.log(), rtol=1e-5, atol=1e-5)
@@ -65,10 +67,17 @@ def in_dialect_of_version_8(text: str) -> str:
     for place, node in enumerate(data["nodes"]):
         if node["name"].endswith(("_moving_mean", "_moving_var")):
             continue
-        attributes = {k: v for k, v in node.get("attrs", {}).items() if not k.startswith("__")}
+        attributes = {
+            k: v for k, v in node.get("attrs", {}).items() if not k.startswith("__")
+        }
         inputs = [[number[nid], out] for nid, out, _ in node["inputs"] if nid in number]
         number[place] = len(old)
-        entry = {"op": node["op"], "name": node["name"], "param": attributes, "inputs": inputs}
+        entry = {
+            "op": node["op"],
+            "name": node["name"],
+            "param": attributes,
+            "inputs": inputs,
+        }
         old.append(entry | {"backward_source_id": -1, "attr": {"ctx_group": "stage1"}})
     heads = [[number[nid], out] for nid, out, _ in data["heads"]]
     return json.dumps({"nodes": old, "arg_nodes": [], "heads": heads})
@@ -78,7 +87,10 @@ def in_dialect_of_version_9(text: str) -> str:
     """Return a symbol as versions 0.9 to 0.12 wrote it: ``attr``, also for variables."""
     data = json.loads(text)
     for node in data["nodes"]:
-        node["attr"] = node.pop("attrs", {}) | {"__lr_mult__": "1.0", "weight_lr_mult": "2"}
+        node["attr"] = node.pop("attrs", {}) | {
+            "__lr_mult__": "1.0",
+            "weight_lr_mult": "2",
+        }
     data["attrs"] = {"mxnet_version": ["int", 905]}
     return json.dumps(data)
 
@@ -90,10 +102,18 @@ def test_older_dialects_are_read(dialect: Callable[[str], str]) -> None:
 
 #: Names of version 0.8 that differ from those of 1.9.
 OLD_NAMES = {"elemwise_add": "_Plus", "elemwise_sub": "_Minus", "elemwise_mul": "_Mul"}
-OLD_NAMES |= {"elemwise_div": "_Div", "add_n": "ElementWiseSum", "_rminus_scalar": "_RMinusScalar"}
+OLD_NAMES |= {
+    "elemwise_div": "_Div",
+    "add_n": "ElementWiseSum",
+    "_rminus_scalar": "_RMinusScalar",
+}
 OLD_NAMES |= {"_rdiv_scalar": "_RDivScalar", "_rpower_scalar": "_RPowerScalar"}
-OLD_NAMES |= {f"_{kind}_scalar": f"_{kind.title()}Scalar" for kind in ("plus", "minus", "power")}
-OLD_NAMES |= {f"_{kind}": f"_{kind.title()}" for kind in ("maximum", "greater", "not_equal")}
+OLD_NAMES |= {
+    f"_{kind}_scalar": f"_{kind.title()}Scalar" for kind in ("plus", "minus", "power")
+}
+OLD_NAMES |= {
+    f"_{kind}": f"_{kind.title()}" for kind in ("maximum", "greater", "not_equal")
+}
 OLD_NAMES |= {"_greater_equal_scalar": "_GreaterEqualScalar"}
 
 
@@ -127,7 +147,9 @@ def test_other_names_of_operators_are_read(name: str) -> None:
         ("True", "1"),
     ],
 )
-def test_attributes_in_the_writing_of_other_versions_are_read(pattern: str, text: str) -> None:
+def test_attributes_in_the_writing_of_other_versions_are_read(
+    pattern: str, text: str
+) -> None:
     own = files_of("convolutions")[0].read_text()
     changed, count = re.subn(f'"{pattern}"', f'"{text}"', own)
     assert count > 0
@@ -138,7 +160,15 @@ def shape_bytes(shape: tuple[int, ...]) -> bytes:
     return struct.pack(f"<i{len(shape)}q", len(shape), *shape)
 
 
-FLAGS = {"float32": 0, "float64": 1, "float16": 2, "uint8": 3, "int32": 4, "int8": 5, "int64": 6}
+FLAGS = {
+    "float32": 0,
+    "float64": 1,
+    "float16": 2,
+    "uint8": 3,
+    "int32": 4,
+    "int8": 5,
+    "int64": 6,
+}
 
 
 def array_bytes(version: int, array: Any) -> bytes:
@@ -147,13 +177,20 @@ def array_bytes(version: int, array: Any) -> bytes:
     if version == 0:
         return struct.pack(f"<I{array.ndim}I", array.ndim, *array.shape) + tail
     storage = b"" if version == 1 else bytes(4)
-    return struct.pack("<I", 0xF993FAC7 + version) + storage + shape_bytes(array.shape) + tail
+    return (
+        struct.pack("<I", 0xF993FAC7 + version)
+        + storage
+        + shape_bytes(array.shape)
+        + tail
+    )
 
 
 def params_bytes(arrays: dict[str, bytes]) -> bytes:
     names = b"".join(struct.pack("<Q", len(name)) + name.encode() for name in arrays)
     count = struct.pack("<Q", len(arrays))
-    return struct.pack("<QQ", 0x112, 0) + count + b"".join(arrays.values()) + count + names
+    return (
+        struct.pack("<QQ", 0x112, 0) + count + b"".join(arrays.values()) + count + names
+    )
 
 
 @pytest.mark.parametrize("version", [0, 1, 2, 3])
@@ -166,7 +203,9 @@ def test_each_version_of_arrays_is_read(version: int, dtype: str) -> None:
 
 def test_scalars_and_empty_arrays_are_read() -> None:
     scalar = array_bytes(3, np.float32(2.5).reshape(()))
-    empty = struct.pack("<Iii", 0xF993FAC9, 0, 0)  # nothing follows a shape without dimensions
+    empty = struct.pack(
+        "<Iii", 0xF993FAC9, 0, 0
+    )  # nothing follows a shape without dimensions
     found = read_params(params_bytes({"a": scalar, "b": empty}), "test")
     assert found["a"].shape == () and found["a"] == 2.5 and found["b"].numel() == 0
 
@@ -177,8 +216,17 @@ def test_sparse_arrays_are_read_with_their_zeros() -> None:
     rows += np.float32([5, 6]).tobytes() + np.int64([1]).tobytes()
     csr = struct.pack("<Ii", 0xF993FAC9, 2) + shape_bytes((2,)) + shape_bytes((2, 3))
     csr += struct.pack("<iii", 1, 0, 0)
-    csr += struct.pack("<i", 6) + shape_bytes((3,)) + struct.pack("<i", 6) + shape_bytes((2,))
-    csr += np.float32([7, 8]).tobytes() + np.int64([0, 1, 2]).tobytes() + np.int64([2, 0]).tobytes()
+    csr += (
+        struct.pack("<i", 6)
+        + shape_bytes((3,))
+        + struct.pack("<i", 6)
+        + shape_bytes((2,))
+    )
+    csr += (
+        np.float32([7, 8]).tobytes()
+        + np.int64([0, 1, 2]).tobytes()
+        + np.int64([2, 0]).tobytes()
+    )
     found = read_params(params_bytes({"rows": rows, "csr": csr}), "test")
     assert found["rows"].tolist() == [[0, 0], [5, 6], [0, 0]]
     assert found["csr"].tolist() == [[0, 0, 7], [8, 0, 0]]
@@ -234,12 +282,21 @@ def test_unknown_operators_are_named_at_once_with_counts() -> None:
 
 BROKEN = [
     (one_operator("relu", {"slope": "1"}), "attributes slope, which are not supported"),
-    (one_operator("Convolution", {"kernel": "(3, 3)", "num_filter": "2"}, 2), "not a parameter"),
+    (
+        one_operator("Convolution", {"kernel": "(3, 3)", "num_filter": "2"}, 2),
+        "not a parameter",
+    ),
     (one_operator("Activation", {"act_type": "swish"}), "act_type is 'swish'"),
     (one_operator("Activation", {}), "'act_type' is missing"),
-    (one_operator("Pooling", {"kernel": "__import__('os')"}), "expected a tuple of whole numbers"),
+    (
+        one_operator("Pooling", {"kernel": "__import__('os')"}),
+        "expected a tuple of whole numbers",
+    ),
     (one_operator("_zeros", {"shape": "(99999999, 99999999)"}, 0), "at most"),
-    (one_operator("sum", {"axis": "(0,"}).replace("[[0, 0, 0]]", "[[7, 0, 0]]", 1), "got node 7"),
+    (
+        one_operator("sum", {"axis": "(0,"}).replace("[[0, 0, 0]]", "[[7, 0, 0]]", 1),
+        "got node 7",
+    ),
     ('{"nodes": 3}', "no list of nodes"),
     ('{"nodes": [], "heads": []}', "without heads"),
     ("{" * 100_000, "not JSON"),
@@ -258,21 +315,81 @@ SMALL = {"kernel": "(1, 1)", "num_filter": "2"}
 @pytest.mark.parametrize(
     ("op", "attributes", "shapes", "message"),
     [
-        ("Convolution", {"kernel": "(1,1,1,1)", "num_filter": "2"}, [(2, 1)], "1 to 3 sizes"),
-        ("Convolution", {"kernel": "(3, 3)", "num_filter": "2"}, [(2, 1, 1, 1)], "expected kernel"),
-        ("Convolution", SMALL | {"num_filter": "3"}, [(2, 1, 1, 1)], "expected num_filter, 3"),
-        ("Convolution", SMALL, [(2, 1, 1, 1), (3,)], "its bias has shape (3,); expected (2,)"),
-        ("Deconvolution", SMALL | {"adj": "(1, 1)"}, [(1, 1, 1, 1)], "less than the stride"),
-        ("FullyConnected", {"num_hidden": "3", "no_bias": "True"}, [(2, 4)], "expected (3, any)"),
-        ("Embedding", {"input_dim": "3", "output_dim": "4"}, [(4, 3)], "expected (3, 4)"),
-        ("Pooling", {"kernel": "(2, 2)", "pool_type": "lp"}, [], "a pooling of type 'lp'"),
-        ("Pooling", {"kernel": "(2, 2)", "stride": "(1,)"}, [], "expected 1 to 3 sizes"),
-        ("UpSampling", {"scale": "2", "sample_type": "cubic"}, [], "nearest or bilinear"),
-        ("UpSampling", {"scale": "2", "sample_type": "nearest"}, [(1,)], "got 2 inputs"),
+        (
+            "Convolution",
+            {"kernel": "(1,1,1,1)", "num_filter": "2"},
+            [(2, 1)],
+            "1 to 3 sizes",
+        ),
+        (
+            "Convolution",
+            {"kernel": "(3, 3)", "num_filter": "2"},
+            [(2, 1, 1, 1)],
+            "expected kernel",
+        ),
+        (
+            "Convolution",
+            SMALL | {"num_filter": "3"},
+            [(2, 1, 1, 1)],
+            "expected num_filter, 3",
+        ),
+        (
+            "Convolution",
+            SMALL,
+            [(2, 1, 1, 1), (3,)],
+            "its bias has shape (3,); expected (2,)",
+        ),
+        (
+            "Deconvolution",
+            SMALL | {"adj": "(1, 1)"},
+            [(1, 1, 1, 1)],
+            "less than the stride",
+        ),
+        (
+            "FullyConnected",
+            {"num_hidden": "3", "no_bias": "True"},
+            [(2, 4)],
+            "expected (3, any)",
+        ),
+        (
+            "Embedding",
+            {"input_dim": "3", "output_dim": "4"},
+            [(4, 3)],
+            "expected (3, 4)",
+        ),
+        (
+            "Pooling",
+            {"kernel": "(2, 2)", "pool_type": "lp"},
+            [],
+            "a pooling of type 'lp'",
+        ),
+        (
+            "Pooling",
+            {"kernel": "(2, 2)", "stride": "(1,)"},
+            [],
+            "expected 1 to 3 sizes",
+        ),
+        (
+            "UpSampling",
+            {"scale": "2", "sample_type": "cubic"},
+            [],
+            "nearest or bilinear",
+        ),
+        (
+            "UpSampling",
+            {"scale": "2", "sample_type": "nearest"},
+            [(1,)],
+            "got 2 inputs",
+        ),
         ("Crop", {}, [], "got no size to crop to"),
         ("BatchNorm", {}, [(2,), (2,), (3,), (2,)], "expected equal ones"),
         ("LayerNorm", {"axis": "1"}, [(2,), (2,)], "axis is 1; expected the last one"),
-        ("L2Normalization", {"mode": "row"}, [], "expected instance, channel or spatial"),
+        (
+            "L2Normalization",
+            {"mode": "row"},
+            [],
+            "expected instance, channel or spatial",
+        ),
         ("LeakyReLU", {"act_type": "swish"}, [], "expected prelu or one of"),
         ("SoftmaxActivation", {"mode": "row"}, [], "expected instance or channel"),
     ],
@@ -295,7 +412,9 @@ def test_missing_files_are_refused(tmp_path: Path) -> None:
 
 GOOD = params_bytes({"w": array_bytes(2, np.zeros((2, 3), np.float32))})
 HUGE = struct.pack("<Ii", 0xF993FAC9, 0) + shape_bytes((2**40, 2**20))
-SPARSE = struct.pack("<Ii", 0xF993FAC9, 1) + shape_bytes((0, 1)) + shape_bytes((2**50, 1))
+SPARSE = (
+    struct.pack("<Ii", 0xF993FAC9, 1) + shape_bytes((0, 1)) + shape_bytes((2**50, 1))
+)
 SPARSE += struct.pack("<iiiii", 1, 0, 0, 6, 1) + struct.pack("<q", 0)
 
 
@@ -311,7 +430,10 @@ SPARSE += struct.pack("<iiiii", 1, 0, 0, 6, 1) + struct.pack("<q", 0)
         (params_bytes({"w": SPARSE}), "sparse array of shape"),
         (params_bytes({"w": struct.pack("<Ii", 0xF993FAC9, 9)}), "storage type 9"),
         (struct.pack("<QQQ", 0x112, 0, 2**60), "more than the file can hold"),
-        (GOOD.replace(struct.pack("<iii", 1, 0, 0), struct.pack("<iii", 1, 0, 99)), "type 99"),
+        (
+            GOOD.replace(struct.pack("<iii", 1, 0, 0), struct.pack("<iii", 1, 0, 99)),
+            "type 99",
+        ),
     ],
 )
 def test_broken_parameters_are_refused(data: bytes, message: str) -> None:
@@ -321,18 +443,27 @@ def test_broken_parameters_are_refused(data: bytes, message: str) -> None:
 
 def test_outputs_of_one_node_have_different_names() -> None:
     data = json.loads(one_operator("SliceChannel", {"num_outputs": "2"}))
-    act = {"op": "Activation", "name": "act", "inputs": [[0, 0]], "attrs": {"act_type": "relu"}}
+    act = {
+        "op": "Activation",
+        "name": "act",
+        "inputs": [[0, 0]],
+        "attrs": {"act_type": "relu"},
+    }
     data |= {"nodes": [*data["nodes"], act], "heads": [[1, 1], [2, 0], [1, 0]]}
     model = torchq.from_mxnet(json.dumps(data), {})
     assert model.output_names == ["node_output1", "act", "node_output0"]
 
 
 @pytest.mark.parametrize("squeezed", [False, True])
-def test_splits_that_do_not_come_out_even_are_refused_as_by_mxnet(squeezed: bool) -> None:
+def test_splits_that_do_not_come_out_even_are_refused_as_by_mxnet(
+    squeezed: bool,
+) -> None:
     attributes = {"num_outputs": "2", "squeeze_axis": str(squeezed)}
     model = torchq.from_mxnet(one_operator("SliceChannel", attributes), {})
     assert model(torch.ones(1, 2, 5)).shape == ((1, 5) if squeezed else (1, 1, 5))
-    message = r"SliceChannel: got 3 entries along axis 1 to split into 2 parts; expected"
+    message = (
+        r"SliceChannel: got 3 entries along axis 1 to split into 2 parts; expected"
+    )
     with pytest.raises(FrontendError, match=message):
         model(torch.ones(1, 3, 5))
 

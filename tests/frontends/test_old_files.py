@@ -44,8 +44,16 @@ def of_the_first_opsets() -> Case:
     y = w.node("LRN", y, size=3, alpha=1e-3, beta=0.75)
     y = w.node("Slice", y, axes=[2, 3], starts=[1, -9], ends=[2**31 - 1, -1])
     y = w.node("Dropout", y, ratio=0.3)
-    pooled = w.node("MaxPool", y, kernel_shape=[3, 3], strides=[2, 2], pads=[0, 0, 1, 1])
-    mean = w.node("AveragePool", pooled, kernel_shape=[2, 2], strides=[2, 2], auto_pad="SAME_UPPER")
+    pooled = w.node(
+        "MaxPool", y, kernel_shape=[3, 3], strides=[2, 2], pads=[0, 0, 1, 1]
+    )
+    mean = w.node(
+        "AveragePool",
+        pooled,
+        kernel_shape=[2, 2],
+        strides=[2, 2],
+        auto_pad="SAME_UPPER",
+    )
     y = w.node("Sum", mean, mean, w.node("PRelu", mean, w.random(6, 1, 1)))
     top, _ = w.node("TopK", w.node("Flatten", y), outputs=2, k=5, axis=1)
     y = w.node("Gemm", top, w.random(5, 4), w.random(4), alpha=0.5, beta=2.0)
@@ -59,7 +67,9 @@ def with_the_layout_of_tensorflow() -> Case:
     x = w.input("x", ["n", 10, 10, 3])
     y = w.node("Transpose", x, perm=[0, 3, 1, 2])
     y = w.node("Conv", y, w.random(6, 3, 3, 3), auto_pad="SAME_UPPER", strides=[2, 2])
-    y = w.node("Transpose", w.node("Transpose", y, perm=[0, 2, 3, 1]), perm=[0, 3, 1, 2])
+    y = w.node(
+        "Transpose", w.node("Transpose", y, perm=[0, 2, 3, 1]), perm=[0, 3, 1, 2]
+    )
     y = w.node("Max", w.node("Mul", y, w.constant(0.2)), y)
     y = w.node("Transpose", y, perm=[0, 2, 3, 1])
     shape = w.node("Cast", w.node("Shape", y), to=6)
@@ -67,9 +77,13 @@ def with_the_layout_of_tensorflow() -> Case:
     batch = w.node("Unsqueeze", w.node("Squeeze", batch, axes=[0]), axes=[0])
     target = w.node("Concat", batch, w.constant([-1, 6], torch.int32), axis=0)
     y = w.node("Reshape", y, w.node("Cast", target, to=7))
-    one = w.node("Cast", w.node("Equal", w.node("ArgMax", y, axis=2), w.constant(0)), to=1)
+    one = w.node(
+        "Cast", w.node("Equal", w.node("ArgMax", y, axis=2), w.constant(0)), to=1
+    )
     y = w.node("Mul", y, w.node("Sub", w.constant(1.0), one))
-    return w.model(y, (shape, torch.int32)), [{"x": random(n, 10, 10, 3)} for n in (1, 3)]
+    return w.model(y, (shape, torch.int32)), [
+        {"x": random(n, 10, 10, 3)} for n in (1, 3)
+    ]
 
 
 def of_two_stages() -> Case:
@@ -79,7 +93,9 @@ def of_two_stages() -> Case:
     y = w.node("Relu", w.conv(x, 3, 4))
     corners = random(1, 12, 2, seed=1) * 8
     boxes = torch.cat([corners, corners + 2 + random(1, 12, 2, seed=2) * 6], 2)
-    flat = w.node("Reshape", w.conv(y, 4, 3, kernel=1, stride=8), w.constant([1, 1, 12]))
+    flat = w.node(
+        "Reshape", w.conv(y, 4, 3, kernel=1, stride=8), w.constant([1, 1, 12])
+    )
     scores = w.node("Sigmoid", flat)
     chosen = w.node(
         "NonMaxSuppression", w.weight(boxes, "boxes"), scores, w.constant([5]),
@@ -87,8 +103,12 @@ def of_two_stages() -> Case:
     )  # fmt: skip
     index = w.node("Squeeze", w.node("Slice", chosen, w.constant([2]), w.constant([3]),
                                      w.constant([1])), axes=[1])  # fmt: skip
-    count = w.node("Unsqueeze", w.node("Gather", w.node("Shape", index), w.constant(0)), axes=[0])
-    most = w.node("ReduceMin", w.node("Concat", count, w.constant([3]), axis=0), keepdims=0)
+    count = w.node(
+        "Unsqueeze", w.node("Gather", w.node("Shape", index), w.constant(0)), axes=[0]
+    )
+    most = w.node(
+        "ReduceMin", w.node("Concat", count, w.constant([3]), axis=0), keepdims=0
+    )
     order = w.node("Squeeze", w.node("Gather", scores, index, axis=2), axes=[0, 1])
     _, best = w.node("TopK", order, w.node("Unsqueeze", most, axes=[0]), outputs=2)
     places = w.node("Gather", index, best)
@@ -99,7 +119,9 @@ def of_two_stages() -> Case:
                      sampling_ratio=2, spatial_scale=1.0)  # fmt: skip
     mask = w.node("NonZero", w.node("Greater", order, w.constant(0.5)))
     above = w.node("GatherND", order, w.node("Transpose", mask, perm=[1, 0]))
-    return w.model(regions, kept, above), [{"x": random(1, 3, 16, 16, seed=s)} for s in (3, 4)]
+    return w.model(regions, kept, above), [
+        {"x": random(1, 3, 16, 16, seed=s)} for s in (3, 4)
+    ]
 
 
 def branch(name: str, *nodes: Any) -> Any:
@@ -116,7 +138,9 @@ def squeezed_if_it_can_be() -> Case:
     one = w.node("Equal", w.constant(1), size)
     weight = w.random(4)
     squeezed = helper.make_node("Squeeze", ["x"], ["a"], axes=[1])
-    then = branch("then", squeezed, helper.make_node("Mul", ["a", weight], ["then_out"]))
+    then = branch(
+        "then", squeezed, helper.make_node("Mul", ["a", weight], ["then_out"])
+    )
     other = branch("else", helper.make_node("Add", ["x", weight], ["else_out"]))
     y = w.node("If", one, then_branch=then, else_branch=other)
     total = w.node("ReduceSum", y, keepdims=0)
@@ -130,7 +154,9 @@ def with_conditions_on_dimensions() -> Case:
     size = w.node("Gather", w.node("Shape", x), w.constant(1))
 
     one = helper.make_node("Constant", [], ["one"], value_ints=[1])
-    squeezed = branch("then", one, helper.make_node("Squeeze", ["x", "one"], ["then_out"]))
+    squeezed = branch(
+        "then", one, helper.make_node("Squeeze", ["x", "one"], ["then_out"])
+    )
     whole = branch("else", helper.make_node("Identity", ["x"], ["else_out"]))
     alone = w.node("Equal", size, w.constant(1))
     first = w.node("If", alone, then_branch=squeezed, else_branch=whole)
@@ -149,7 +175,9 @@ def with_a_negative_size() -> Case:
     """PaddlePaddle, opset 12: a batch of -1, and a state of the size of the batch."""
     w = Writer(12)
     y = w.node("Transpose", w.input("x", [-1, 5, 3]), perm=[1, 0, 2])
-    batch = w.node("Slice", w.node("Shape", y), w.constant([1]), w.constant([2]), w.constant([0]))
+    batch = w.node(
+        "Slice", w.node("Shape", y), w.constant([1]), w.constant([2]), w.constant([0])
+    )
     many = w.node("Concat", w.constant([2]), batch, w.constant([1]), axis=0)
     state = w.node("Tile", w.weight(torch.zeros(1, 1, 4)), many)
     weights = (w.random(2, 16, 3), w.random(2, 16, 4), w.random(2, 32))
@@ -165,7 +193,9 @@ def with_boxes_without_an_area() -> Case:
     scores = w.input("scores", [1, 1, 4])
     limits = w.constant([9]), w.constant([0.5])
     y = w.node("NonMaxSuppression", boxes, scores, *limits)
-    values = torch.tensor([[[1.0, 1, 1, 1], [1, 1, 1, 1], [0, 0, 2, 2], [0, 0, 2, 1.9]]])
+    values = torch.tensor(
+        [[[1.0, 1, 1, 1], [1, 1, 1, 1], [0, 0, 2, 2], [0, 0, 2, 1.9]]]
+    )
     return w.model((y, torch.int64)), [{"boxes": values, "scores": random(1, 1, 4)}]
 
 
@@ -205,12 +235,16 @@ def test_a_condition_is_one_call_of_a_trace() -> None:
     assert found.level == "module"
     modules = found.graph_module.modules()
     assert [type(module).__name__ for module in modules].count("Conditional") == 1
-    assert torch.equal(found.graph_module(feeds["x"])[0], run_reference(model, feeds)[0])
+    assert torch.equal(
+        found.graph_module(feeds["x"])[0], run_reference(model, feeds)[0]
+    )
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("channels", [1, 3])
-def test_conditions_on_dimensions_are_decided_by_exports(channels: int, tmp_path: Path) -> None:
+def test_conditions_on_dimensions_are_decided_by_exports(
+    channels: int, tmp_path: Path
+) -> None:
     model, batches = with_conditions_on_dimensions()
     (feeds,) = (feeds for feeds in batches if feeds["x"].shape[1] == channels)
     read = torchq.from_onnx(model)
@@ -238,7 +272,9 @@ def test_states_of_zeros_can_be_exported(tmp_path: Path) -> None:
     assert all(buffer.is_contiguous() for buffer in read.buffers())
 
     def assert_same(x: Tensor) -> None:
-        torch.testing.assert_close(run_reference(path, {"x": x}), run_reference(model, {"x": x}))
+        torch.testing.assert_close(
+            run_reference(path, {"x": x}), run_reference(model, {"x": x})
+        )
 
     torch.onnx.export(read, (given,), path, dynamo=True, verbose=False)
     assert_same(given)

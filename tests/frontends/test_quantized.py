@@ -36,7 +36,9 @@ class Residual(nn.Module):
 
 
 def test_zero_points_survive_the_way_there_and_back(tmp_path: Path) -> None:
-    torch.manual_seed(0)  # Few scales have no float32 range, and come back one unit off.
+    torch.manual_seed(
+        0
+    )  # Few scales have no float32 range, and come back one unit off.
     model = Residual().eval()
     x = torch.randn(4, 8, 8, 8)
     torchq.quantize_(model, torchq.recipes.int8(symmetric=False))
@@ -46,14 +48,19 @@ def test_zero_points_survive_the_way_there_and_back(tmp_path: Path) -> None:
     own = model.a.input_quantizer
     assert isinstance(own, TensorQuantizer)
     found = [q for q in read.modules() if isinstance(q, TensorQuantizer)]
-    assert any(all(map(torch.equal, q.calculate_qparams(), own.calculate_qparams())) for q in found)
+    assert any(
+        all(map(torch.equal, q.calculate_qparams(), own.calculate_qparams()))
+        for q in found
+    )
     assert torch.equal(read(x), model(x))
     torchq.export_onnx(read, x, tmp_path / "two.onnx")
     assert contents(tmp_path / "two.onnx") == contents(tmp_path / "one.onnx")
 
 
 def contents(path: Path) -> Counter[bytes]:
-    return Counter(numpy_helper.to_array(t).tobytes() for t in onnx.load(path).graph.initializer)
+    return Counter(
+        numpy_helper.to_array(t).tobytes() for t in onnx.load(path).graph.initializer
+    )
 
 
 SINGLE = torchq.runtimes.TensorRt(precision="float32")
@@ -72,7 +79,9 @@ def test_codes_survive_the_way_there_and_back(target: Any, tmp_path: Path) -> No
     assert isinstance(read.get_submodule("a"), torchq.nn.QuantConv2d)
     if target is None:
         assert torch.equal(read(x), model(x))
-    with warnings.catch_warnings():  # a model that was read keeps its codes, for any target
+    with (
+        warnings.catch_warnings()
+    ):  # a model that was read keeps its codes, for any target
         warnings.filterwarnings("ignore", ".*quantized for no target")
         torchq.export_onnx(read, x, tmp_path / "two.onnx", **options)
     assert contents(tmp_path / "two.onnx") == contents(tmp_path / "one.onnx")
@@ -93,7 +102,9 @@ def quantize_pair(zero_point: int, dtype: torch.dtype) -> Any:
         *((3, torch.uint8, UINT8), (-7, torch.int8, INT8)),
     ],
 )
-def test_pairs_become_quantizers(zero_point: int, dtype: torch.dtype, format: Any) -> None:
+def test_pairs_become_quantizers(
+    zero_point: int, dtype: torch.dtype, format: Any
+) -> None:
     read = torchq.from_onnx(quantize_pair(zero_point, dtype))
     low = torch.iinfo(dtype).min
     high = torch.iinfo(dtype).max
@@ -117,7 +128,9 @@ def test_weights_of_four_bits_keep_their_codes(unsigned: bool, tmp_path: Path) -
     weight = helper.make_tensor("codes", four, [5, 3], codes.flatten())
     w = Writer(21)
     w.initializers.append(weight)
-    values = w.node("DequantizeLinear", "codes", w.weight(torch.tensor([0.5, 0.25, 2])), axis=1)
+    values = w.node(
+        "DequantizeLinear", "codes", w.weight(torch.tensor([0.5, 0.25, 2])), axis=1
+    )
     y = w.node("MatMul", w.input("x", [2, 5]), values)
     read = torchq.from_onnx(w.model(y))
     x = torch.randn(2, 5)
@@ -128,19 +141,29 @@ def test_weights_of_four_bits_keep_their_codes(unsigned: bool, tmp_path: Path) -
     assert quantizer.calculate_qparams()[0].flatten().tolist() == [0.5, 0.25, 2.0]
     torchq.export_onnx(read, x, tmp_path / "again.onnx", opset=21, dynamic_batch=False)
     stored = onnx.load(tmp_path / "again.onnx").graph.initializer
-    found = [numpy_helper.to_array(t).astype(int) for t in stored if t.data_type == four]
+    found = [
+        numpy_helper.to_array(t).astype(int) for t in stored if t.data_type == four
+    ]
     assert sorted(codes.flatten()) in [sorted(array.flatten()) for array in found]
     weight.raw_data = b"\0" * 7
-    with pytest.raises(FrontendError, match="holds 7 bytes; expected 8 for 15 numbers of 4 bits"):
+    with pytest.raises(
+        FrontendError, match="holds 7 bytes; expected 8 for 15 numbers of 4 bits"
+    ):
         torchq.from_onnx(w.model(y))
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("symmetric", [True, False], ids=["int4", "uint4 with zero points"])
+@pytest.mark.parametrize(
+    "symmetric", [True, False], ids=["int4", "uint4 with zero points"]
+)
 def test_weights_in_blocks_keep_their_codes(symmetric: bool, tmp_path: Path) -> None:
-    weight = QuantDescriptor(4, block_size=16, symmetric=symmetric, unsigned=not symmetric)
+    weight = QuantDescriptor(
+        4, block_size=16, symmetric=symmetric, unsigned=not symmetric
+    )
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(48, 6), torch.nn.ReLU(), torch.nn.Linear(6, 16))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(48, 6), torch.nn.ReLU(), torch.nn.Linear(6, 16)
+    )
     torch.nn.init.uniform_(model[0].weight, -0.3, 0.1)
     torchq.quantize_(model.eval(), QuantConfig((Rule("0", weight=weight),)))
     x = torch.randn(4, 48)
@@ -151,10 +174,14 @@ def test_weights_in_blocks_keep_their_codes(symmetric: bool, tmp_path: Path) -> 
     torchq.export_onnx(read, x, files[1], opset=21)
     assert torch.equal(read(x), model(x))
     found = read.get_submodule("0").weight_quantizer
-    assert found.descriptor == model[0].weight_quantizer.descriptor and found.amax.shape == (6, 3)
+    assert found.descriptor == model[
+        0
+    ].weight_quantizer.descriptor and found.amax.shape == (6, 3)
     four = (onnx.TensorProto.INT4, onnx.TensorProto.UINT4)
     stored = [
         [t.raw_data for t in onnx.load(path).graph.initializer if t.data_type in four]
         for path in files
     ]
-    assert sorted(stored[0]) == sorted(stored[1]) and len(stored[0]) == (1 if symmetric else 2)
+    assert sorted(stored[0]) == sorted(stored[1]) and len(stored[0]) == (
+        1 if symmetric else 2
+    )

@@ -17,8 +17,12 @@ def uneven_pooling() -> Any:
     """Write poolings whose padding is not the same on both sides, as PaddlePaddle and Keras do."""
     w = Writer(11)
     y = w.node("Relu", w.conv(w.input("x", ["n", 3, 17, 17]), 3, 8))
-    pooled = w.node("MaxPool", y, kernel_shape=[2, 2], pads=[0, 0, 1, 1], strides=[1, 1])
-    same = w.node("MaxPool", y, kernel_shape=[2, 2], strides=[1, 1], auto_pad="SAME_UPPER")
+    pooled = w.node(
+        "MaxPool", y, kernel_shape=[2, 2], pads=[0, 0, 1, 1], strides=[1, 1]
+    )
+    same = w.node(
+        "MaxPool", y, kernel_shape=[2, 2], strides=[1, 1], auto_pad="SAME_UPPER"
+    )
     both = w.conv(w.node("Concat", pooled, same, axis=1), 16, 8)
     rounded = w.node("MaxPool", both, kernel_shape=[3, 3], strides=[2, 2], ceil_mode=1)
     return w.model(w.conv(rounded, 8, 4))
@@ -72,7 +76,9 @@ def test_files_are_quantized_for_a_runtime(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         assert decibels(expected, model(batches[0])) > 20
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of convolutions that return floats
+        warnings.simplefilter(
+            "ignore", UserWarning
+        )  # of convolutions that return floats
         torchq.export_onnx(model, batches[0], tmp_path / "m.onnx", target="onnxruntime")
         int8 = torchq.deploy(model, batches[0], target="torch")
     report = torchq.verify_onnx(model, tmp_path / "m.onnx", batches)
@@ -82,4 +88,6 @@ def test_files_are_quantized_for_a_runtime(name: str, tmp_path: Path) -> None:
 
 
 def decibels(wanted: Tensor, found: Tensor) -> float:
-    return float(20 * torch.log10(wanted.norm() / (wanted - found).norm().clamp(min=1e-12)))
+    return float(
+        20 * torch.log10(wanted.norm() / (wanted - found).norm().clamp(min=1e-12))
+    )

@@ -18,9 +18,13 @@ def detector() -> Any:
     x = w.input("images", ["batch", 3, 32, 32])
     low = w.node("Relu", w.conv(x, 3, 8, stride=2))
     high = w.node("LeakyRelu", w.conv(low, 8, 12, stride=2), alpha=0.1)
-    shape = w.node("Shape", low)  # what PyTorch wrote for interpolate(size=low.shape[2:])
+    shape = w.node(
+        "Shape", low
+    )  # what PyTorch wrote for interpolate(size=low.shape[2:])
     sizes = w.node("Slice", shape, w.constant([2]), w.constant([4]), w.constant([0]))
-    whole = w.node("Slice", w.node("Shape", high), *(w.constant([i]) for i in (0, 2, 0)))
+    whole = w.node(
+        "Slice", w.node("Shape", high), *(w.constant([i]) for i in (0, 2, 0))
+    )
     target = w.node("Concat", whole, sizes, axis=0)
     empty = w.constant([])
     options = {"nearest_mode": "floor", "coordinate_transformation_mode": "asymmetric"}
@@ -55,14 +59,24 @@ def transformer() -> Any:
     places = w.random(32, 16, name="embeddings.position.weight")
     length = w.node("Gather", w.node("Shape", tokens), w.constant(1))
     numbers = w.node("Range", w.constant(0), length, w.constant(1))
-    x = w.node("Add", w.node("Gather", table, tokens), w.node("Gather", places, numbers))
+    x = w.node(
+        "Add", w.node("Gather", table, tokens), w.node("Gather", places, numbers)
+    )
     for layer in range(2):
-        x = norm(w, w.node("Add", x, attention(w, x, f"layer{layer}.")), f"layer{layer}.norm1")
+        x = norm(
+            w,
+            w.node("Add", x, attention(w, x, f"layer{layer}.")),
+            f"layer{layer}.norm1",
+        )
         hidden = dense(w, x, 16, 32, f"layer{layer}.up")
         half = w.node("Div", hidden, w.constant(2**0.5))
         gate = w.node("Add", w.node("Erf", half), w.constant(1.0))
         act = w.node("Mul", w.node("Mul", hidden, gate), w.constant(0.5))
-        x = norm(w, w.node("Add", x, dense(w, act, 32, 16, f"layer{layer}.down")), f"l{layer}.n2")
+        x = norm(
+            w,
+            w.node("Add", x, dense(w, act, 32, 16, f"layer{layer}.down")),
+            f"l{layer}.n2",
+        )
     pooled = w.node("Gather", x, w.constant(0), axis=1)
     weight = w.random(5, 16, name="classifier.weight")
     bias = w.random(5, name="classifier.bias")
@@ -71,7 +85,11 @@ def transformer() -> Any:
 
 def dense(w: Writer, x: str, inputs: int, outputs: int, name: str) -> str:
     weight = w.random(inputs, outputs, name=f"{name}.weight")
-    return str(w.node("Add", w.node("MatMul", x, weight), w.random(outputs, name=f"{name}.bias")))
+    return str(
+        w.node(
+            "Add", w.node("MatMul", x, weight), w.random(outputs, name=f"{name}.bias")
+        )
+    )
 
 
 def norm(w: Writer, x: str, name: str) -> str:
@@ -80,7 +98,9 @@ def norm(w: Writer, x: str, name: str) -> str:
     square = w.node("Pow", centred, w.constant(2.0))
     variance = w.node("ReduceMean", square, axes=[-1])
     root = w.node("Sqrt", w.node("Add", variance, w.constant(1e-5)))
-    scaled = w.node("Mul", w.node("Div", centred, root), w.random(16, name=f"{name}.weight"))
+    scaled = w.node(
+        "Mul", w.node("Div", centred, root), w.random(16, name=f"{name}.weight")
+    )
     return str(w.node("Add", scaled, w.random(16, name=f"{name}.bias")))
 
 
@@ -102,7 +122,11 @@ def attention(w: Writer, x: str, name: str) -> str:
 
 
 def images(count: int) -> dict[str, Tensor]:
-    return {"images": torch.rand(count, 3, 32, 32, generator=torch.Generator().manual_seed(count))}
+    return {
+        "images": torch.rand(
+            count, 3, 32, 32, generator=torch.Generator().manual_seed(count)
+        )
+    }
 
 
 def sentences(count: int) -> dict[str, Tensor]:
@@ -114,10 +138,17 @@ CASES = [(detector, images, nn.Conv2d, 3), (transformer, sentences, nn.Linear, 1
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(("make", "batch", "kind", "least"), CASES, ids=["detector", "transformer"])
+@pytest.mark.parametrize(
+    ("make", "batch", "kind", "least"), CASES, ids=["detector", "transformer"]
+)
 @pytest.mark.parametrize("dynamo", [True, False], ids=["export", "torchscript"])
 def test_the_whole_way(
-    make: Any, batch: Any, kind: type[nn.Module], least: int, dynamo: bool, tmp_path: Path
+    make: Any,
+    batch: Any,
+    kind: type[nn.Module],
+    least: int,
+    dynamo: bool,
+    tmp_path: Path,
 ) -> None:
     feeds = batch(2)
     read = assert_agrees(make(), feeds)
@@ -130,7 +161,9 @@ def test_the_whole_way(
     read.train()
     optimizer = torch.optim.SGD(read.parameters(), lr=1e-3)
     outputs = read(*feeds.values())
-    torch.stack([y.square().mean() for y in outputs if y.is_floating_point()]).sum().backward()
+    torch.stack(
+        [y.square().mean() for y in outputs if y.is_floating_point()]
+    ).sum().backward()
     assert all(m.weight.grad is not None for m in read.modules() if isinstance(m, kind))
     optimizer.step()
     read.eval()
@@ -156,5 +189,7 @@ def test_boxes_are_chosen_in_exported_programs_too() -> None:
     feeds = images(2)
     program = torch.export.export(read, (feeds["images"],), strict=False).module()
     with torch.no_grad():
-        for one, other in zip(program(images(2)["images"]), read(feeds["images"]), strict=True):
+        for one, other in zip(
+            program(images(2)["images"]), read(feeds["images"]), strict=True
+        ):
             assert torch.equal(one, other)

@@ -9,8 +9,20 @@ from torchq.formats import CATALOG
 from torchq.functional import compute_dtype
 from torchq.functional.kernels import kernels
 
-FORMATS = ("int8", "int8_narrow", "uint8", "int4", "int16", "e4m3", "e5m2", "e2m1", "e3m2")
-_NUMBERS = "0 -0 inf -inf nan 1e-45 -1e-40 3e38 -3e38 0.5 -0.5 1.5 2.5 127.5 -128.5 448 464"
+FORMATS = (
+    "int8",
+    "int8_narrow",
+    "uint8",
+    "int4",
+    "int16",
+    "e4m3",
+    "e5m2",
+    "e2m1",
+    "e3m2",
+)
+_NUMBERS = (
+    "0 -0 inf -inf nan 1e-45 -1e-40 3e38 -3e38 0.5 -0.5 1.5 2.5 127.5 -128.5 448 464"
+)
 SPECIAL = [float(number) for number in _NUMBERS.split()]
 
 
@@ -108,12 +120,16 @@ def assert_equals_definition(
     assert none is None and mask is not None and expected_mask is not None
     for got in (y, without):
         assert got.dtype is x.dtype and got.stride() == torch.empty_like(x).stride()
-        if not format.signed:  # which zero the clamp of a negative zero gives is left open by torch
+        if (
+            not format.signed
+        ):  # which zero the clamp of a negative zero gives is left open by torch
             got, expected = got + 0.0, expected + 0.0
         assert torch.equal(bits(got), bits(expected))
     assert mask.dtype is torch.int8 and torch.equal(mask, expected_mask)
     grad = torch.randn(x.shape).to(x)
-    grad.view(-1)[:3] = torch.tensor([torch.inf, -0.0, torch.nan][: grad.numel()]).to(grad)
+    grad.view(-1)[:3] = torch.tensor([torch.inf, -0.0, torch.nan][: grad.numel()]).to(
+        grad
+    )
     grad = torch.empty_like(mask, dtype=x.dtype).copy_(grad)
     got = kernels(backend).mask_gradient(grad, mask)
     assert got.stride() == grad.stride()

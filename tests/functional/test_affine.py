@@ -91,7 +91,10 @@ def oracle(
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
 @pytest.mark.parametrize("power_of_two", [False, True])
 def test_values_and_codes(
-    format: Format, granularity: Granularity, power_of_two: bool, generator: torch.Generator
+    format: Format,
+    granularity: Granularity,
+    power_of_two: bool,
+    generator: torch.Generator,
 ) -> None:
     x = sample(generator)
     amin, amax = clipped(x, granularity)
@@ -105,7 +108,9 @@ def test_values_and_codes(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("backend", ["reference", "tiled"])
-def test_dtypes_and_backends(dtype: torch.dtype, backend: str, generator: torch.Generator) -> None:
+def test_dtypes_and_backends(
+    dtype: torch.dtype, backend: str, generator: torch.Generator
+) -> None:
     x = sample(generator, dtype)
     amin, amax = clipped(x, PerAxis((1,)))
     with use_backend(backend):
@@ -114,7 +119,9 @@ def test_dtypes_and_backends(dtype: torch.dtype, backend: str, generator: torch.
 
 
 def test_tiles_and_layouts_give_the_same_bits(generator: torch.Generator) -> None:
-    x = torch.randn(3, 5, 301, 307, generator=generator).to(memory_format=torch.channels_last)
+    x = torch.randn(3, 5, 301, 307, generator=generator).to(
+        memory_format=torch.channels_last
+    )
     x.requires_grad_()
     for granularity in (PerTensor(), PerAxis((1,))):
         amin, amax = clipped(x, granularity)
@@ -159,17 +166,23 @@ def test_gradients_by_hand() -> None:
     assert x.grad is not None and x.grad.tolist() == [0.0, 10.0, 100.0, 1000.0, 0.0]
     # Inside round(v) - v; outside the bound: codes 0 and 15 less the zero point 2.
     expected = -2 + 10 * (-1 + 1.2) + 1000 * (1 - 0.6) + 10000 * 13
-    assert scale.grad is not None and float(scale.grad) == pytest.approx(expected, rel=1e-6)
+    assert scale.grad is not None and float(scale.grad) == pytest.approx(
+        expected, rel=1e-6
+    )
     assert point.grad is not None and float(point.grad) == -0.5 * (1 + 10000)
 
 
-@pytest.mark.parametrize("granularity", [PerTensor(), PerAxis((1,)), PerBlock(2, 1)], ids=str)
+@pytest.mark.parametrize(
+    "granularity", [PerTensor(), PerAxis((1,)), PerBlock(2, 1)], ids=str
+)
 def test_masked_gradients_equal_learned_ones(
     granularity: Granularity, generator: torch.Generator
 ) -> None:
     x = sample(generator)
     x[1, 1, 1] = torch.nan
-    amin, amax = (end.nan_to_num(1.0) for end in clipped(sample(generator), granularity))
+    amin, amax = (
+        end.nan_to_num(1.0) for end in clipped(sample(generator), granularity)
+    )
     grads = []
     for function in (fake_quantize, learned_fake_quantize):
         leaf = x.clone().requires_grad_()
@@ -183,8 +196,13 @@ def test_masked_gradients_equal_learned_ones(
 
 def test_transforms_and_second_derivatives(generator: torch.Generator) -> None:
     x = torch.randn(4, 6, generator=generator, dtype=torch.float64)
-    ends = torch.tensor(-0.5, dtype=torch.float64), torch.tensor(1.0, dtype=torch.float64)
-    batched = torch.vmap(lambda row: fake_quantize(row, ends[1], UINT8, amin=ends[0]))(x)
+    ends = (
+        torch.tensor(-0.5, dtype=torch.float64),
+        torch.tensor(1.0, dtype=torch.float64),
+    )
+    batched = torch.vmap(lambda row: fake_quantize(row, ends[1], UINT8, amin=ends[0]))(
+        x
+    )
     assert torch.equal(batched, fake_quantize(x, ends[1], UINT8, amin=ends[0]))
     scale = torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
     leaf = x.clone().requires_grad_()
@@ -204,11 +222,15 @@ def test_compiles_as_one_graph(generator: torch.Generator) -> None:
         backend="aot_eager",
     )
     ends = torch.tensor(-0.7), torch.tensor(1.1)
-    assert torch.equal(compiled(x, *ends), fake_quantize(x, ends[1], UINT8, amin=ends[0]))
+    assert torch.equal(
+        compiled(x, *ends), fake_quantize(x, ends[1], UINT8, amin=ends[0])
+    )
 
 
 def test_errors() -> None:
-    with pytest.raises(ConfigError, match="got a zero point for e4m3; expected an integer format"):
+    with pytest.raises(
+        ConfigError, match="got a zero point for e4m3; expected an integer format"
+    ):
         fake_quantize(torch.ones(2), 1.0, E4M3, amin=-1.0)
     with pytest.raises(TypeError, match=r"got a tensor of torch\.int64"):
         fake_quantize_affine(torch.ones(2, dtype=torch.int64), 1.0, 0.0)

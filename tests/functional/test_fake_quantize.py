@@ -9,11 +9,25 @@ from typing import Any
 import pytest
 import torch
 
-from tests.contracts.quantize_contract import expected, layouts, mx_expected, nvfp4_expected, same
+from tests.contracts.quantize_contract import (
+    expected,
+    layouts,
+    mx_expected,
+    nvfp4_expected,
+    same,
+)
 from tests.reference import E2M1, E2M3, E3M2, E4M3, E5M2, FloatSpec
 from torchq import formats
 from torchq.errors import ConfigError
-from torchq.formats import CATALOG, INT8, Granularity, PerAxis, PerBlock, PerTensor, integer_format
+from torchq.formats import (
+    CATALOG,
+    INT8,
+    Granularity,
+    PerAxis,
+    PerBlock,
+    PerTensor,
+    integer_format,
+)
 from torchq.functional import (
     compute_dtype,
     dequantize,
@@ -44,7 +58,9 @@ GRANULARITIES = [
 LAYOUTS = list(layouts(torch.zeros(1, 1, 1, 1)))
 
 
-def sample(generator: torch.Generator, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def sample(
+    generator: torch.Generator, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     """(3, 5, 2, 3), with values outside the range that :func:`clipped` gives and an exact zero."""
     x = torch.randn(3, 5, 2, 3, generator=generator)
     x[0, 0, 0, 0] = 0.0
@@ -69,7 +85,9 @@ def test_formats_and_granularities(
     )
 
 
-@pytest.mark.parametrize("granularity", [PerTensor(), PerAxis((1,)), PerBlock(2, 1)], ids=str)
+@pytest.mark.parametrize(
+    "granularity", [PerTensor(), PerAxis((1,)), PerBlock(2, 1)], ids=str
+)
 @pytest.mark.parametrize("name", ["int8", "uint4", "e4m3"])
 def test_dtypes(
     name: str, granularity: Granularity, dtype: torch.dtype, generator: torch.Generator
@@ -91,7 +109,10 @@ def test_dtypes(
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(
-    layout: str, granularity: Granularity, dtype: torch.dtype, generator: torch.Generator
+    layout: str,
+    granularity: Granularity,
+    dtype: torch.dtype,
+    generator: torch.Generator,
 ) -> None:
     """The strides are those that an elementwise function of torch would give.
 
@@ -116,11 +137,16 @@ def test_small_and_empty_shapes(shape: tuple[int, ...], dtype: torch.dtype) -> N
     for granularity in (PerAxis((0,)), PerBlock(4)) if shape else ():
         amax = reduce_amax(x, granularity)
         assert fake_quantize(x, amax, INT8, granularity).shape == shape
-        assert fake_quantize(x, amax, formats.E2M1, granularity, formats.E8M0).dtype is dtype
+        assert (
+            fake_quantize(x, amax, formats.E2M1, granularity, formats.E8M0).dtype
+            is dtype
+        )
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_quantize_and_dequantize(name: str, dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_quantize_and_dequantize(
+    name: str, dtype: torch.dtype, generator: torch.Generator
+) -> None:
     """Codes are grid values in the compute dtype.
 
     Dequantizing them is the fake-quantized tensor before its last rounding.
@@ -152,7 +178,9 @@ def test_mx_blocks(spec: FloatSpec, size: int, generator: torch.Generator) -> No
     )
     x[2, :32] = 0.0
     granularity = PerBlock(size)
-    y = fake_quantize(x, reduce_amax(x, granularity), CATALOG[name], granularity, formats.E8M0)
+    y = fake_quantize(
+        x, reduce_amax(x, granularity), CATALOG[name], granularity, formats.E8M0
+    )
     assert same(y, mx_expected(x, spec, size))
 
 
@@ -163,7 +191,9 @@ def test_nvfp4(generator: torch.Generator) -> None:
     x[2, 16:32] = 1e-5
     x[3] *= 100.0
     granularity = PerBlock(16)
-    y = fake_quantize(x, reduce_amax(x, granularity), formats.E2M1, granularity, formats.E4M3)
+    y = fake_quantize(
+        x, reduce_amax(x, granularity), formats.E2M1, granularity, formats.E4M3
+    )
     assert same(y, nvfp4_expected(x))
     assert bool((y[2, 16:32] == 0).all())
 
@@ -174,7 +204,9 @@ def test_dead_ranges_are_exactly_zero(name: str, dtype: torch.dtype) -> None:
     x = torch.tensor([-1.0, -0.0, 3e-8, 5.0], dtype=dtype)
     computed = compute_dtype(dtype)
     alive = CATALOG[name].qmax * torch.finfo(computed).tiny
-    dead = torch.tensor(alive, dtype=computed).nextafter(torch.tensor(0.0, dtype=computed))
+    dead = torch.tensor(alive, dtype=computed).nextafter(
+        torch.tensor(0.0, dtype=computed)
+    )
     for amax in (0.0, 2.0**-149 if computed is torch.float32 else 5e-324, dead):
         assert fake_quantize(x, amax, CATALOG[name]).abs().tolist() == [0.0] * 4
         assert quantize(x, amax, CATALOG[name]).abs().tolist() == [0.0] * 4
@@ -205,26 +237,56 @@ def test_poisoned_values_are_seen() -> None:
             bound / CATALOG[name].qmax
             for bound in (CATALOG[name].quant_min, CATALOG[name].quant_max)
         )
-        assert torch.equal(fake_quantize(odd, 1.0, CATALOG[name])[1:], torch.tensor([hi, lo]))
+        assert torch.equal(
+            fake_quantize(odd, 1.0, CATALOG[name])[1:], torch.tensor([hi, lo])
+        )
         assert fake_quantize(odd, 1.0, CATALOG[name])[0].isnan()
     assert fake_quantize(odd, 0.0).isnan().all()
 
 
 def test_unsigned_clamps_negative_values() -> None:
     x = torch.tensor([-3.0, -1e-8, 0.4])
-    assert fake_quantize(x, 1.0, integer_format(1, unsigned=True)).tolist() == [0.0, 0.0, 0.0]
-    assert fake_quantize(x, 1.0, formats.UINT8).tolist() == [0.0, 0.0, pytest.approx(0.4)]
+    assert fake_quantize(x, 1.0, integer_format(1, unsigned=True)).tolist() == [
+        0.0,
+        0.0,
+        0.0,
+    ]
+    assert fake_quantize(x, 1.0, formats.UINT8).tolist() == [
+        0.0,
+        0.0,
+        pytest.approx(0.4),
+    ]
 
 
 INT = torch.ones(2, dtype=torch.int64)
 FLAGS = torch.ones(2, dtype=torch.bool)
 ONES = torch.ones(2)
 ERRORS: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
-    (fake_quantize, (INT, 1.0), TypeError, "fake_quantize: got a tensor of torch.int64; expected"),
-    (quantize, (FLAGS, 1.0), TypeError, r"quantize: got a tensor of torch.bool; .*x.float\(\)"),
-    (learned_fake_quantize, (INT, ONES), TypeError, "learned_fake_quantize: got a tensor"),
+    (
+        fake_quantize,
+        (INT, 1.0),
+        TypeError,
+        "fake_quantize: got a tensor of torch.int64; expected",
+    ),
+    (
+        quantize,
+        (FLAGS, 1.0),
+        TypeError,
+        r"quantize: got a tensor of torch.bool; .*x.float\(\)",
+    ),
+    (
+        learned_fake_quantize,
+        (INT, ONES),
+        TypeError,
+        "learned_fake_quantize: got a tensor",
+    ),
     (dequantize, (INT, 1.0), TypeError, "dequantize: got a tensor of torch.int64"),
-    (fake_quantize, (ONES, ONES), ConfigError, r"amax has shape \(2,\); expected one value, per t"),
+    (
+        fake_quantize,
+        (ONES, ONES),
+        ConfigError,
+        r"amax has shape \(2,\); expected one value, per t",
+    ),
     (
         fake_quantize,
         (torch.ones(2, 3), torch.ones(3), INT8, PerAxis((0,))),

@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchq.formats import CATALOG, INT8, Format, Granularity, PerAxis, PerBlock, PerTensor
+from torchq.formats import (
+    CATALOG,
+    INT8,
+    Format,
+    Granularity,
+    PerAxis,
+    PerBlock,
+    PerTensor,
+)
 from torchq.functional import (
     fake_quantize,
     learned_fake_quantize,
@@ -15,12 +23,22 @@ from torchq.functional import (
     scale_from_amax,
 )
 
-GRANULARITIES = [PerTensor(), PerAxis((0,)), PerAxis((1,)), PerAxis((0, 1)), PerBlock(2)]
+GRANULARITIES = [
+    PerTensor(),
+    PerAxis((0,)),
+    PerAxis((1,)),
+    PerAxis((0, 1)),
+    PerBlock(2),
+]
 FORMATS = ["int8", "int4", "int4_narrow", "uint4", "e4m3", "e2m1"]
 
 
 def gradient(
-    function: Callable[..., Tensor], x: Tensor, amax: Tensor, *args: object, weights: Tensor
+    function: Callable[..., Tensor],
+    x: Tensor,
+    amax: Tensor,
+    *args: object,
+    weights: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
     """d sum(weights * y) / d x and / d amax."""
     x, amax = x.detach().requires_grad_(), amax.detach().requires_grad_()
@@ -34,12 +52,17 @@ def test_straight_through_mask(
     granularity: Granularity, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
     """The gradient passes where ``|x| <= amax``, boundary included, and nothing goes to amax."""
-    x = torch.randint(-4, 5, (3, 6), generator=generator).to(dtype)  # hits the boundary often
+    x = torch.randint(-4, 5, (3, 6), generator=generator).to(
+        dtype
+    )  # hits the boundary often
     amax = granularity.amax(x).float().clamp(min=1.0) - 1.0
     weights = torch.randint(1, 9, (3, 6), generator=generator).to(dtype)
-    grad_x, grad_amax = gradient(fake_quantize, x, amax, INT8, granularity, weights=weights)
+    grad_x, grad_amax = gradient(
+        fake_quantize, x, amax, INT8, granularity, weights=weights
+    )
     inside = granularity.join(
-        granularity.split(x).abs() <= granularity.align(amax.to(dtype), x.shape), x.shape
+        granularity.split(x).abs() <= granularity.align(amax.to(dtype), x.shape),
+        x.shape,
     )
     assert torch.equal(grad_x, weights * inside)
     assert grad_x.dtype is dtype and grad_amax is None
@@ -54,7 +77,9 @@ def lsq_by_hand(
     parts = granularity.split(x)
     upstream = granularity.split(weights)
     scale = scale_from_amax(granularity.align(amax, x.shape), format).expand_as(parts)
-    owner = granularity.align(torch.arange(amax.numel()).view(amax.shape), x.shape).expand_as(parts)
+    owner = granularity.align(
+        torch.arange(amax.numel()).view(amax.shape), x.shape
+    ).expand_as(parts)
     codes = granularity.split(quantize(x, amax, format, granularity))
     inside = torch.zeros_like(parts)
     for index in torch.cartesian_prod(*map(torch.arange, parts.shape)).tolist():
@@ -64,7 +89,9 @@ def lsq_by_hand(
         between = format.quant_min <= v <= format.quant_max
         inside[at] = float(between)
         slope = (
-            q - v if between else (format.quant_min if v < format.quant_min else format.quant_max)
+            q - v
+            if between
+            else (format.quant_min if v < format.quant_min else format.quant_max)
         )
         grad_amax.view(-1)[owner[at]] += upstream[at] * slope / format.qmax
     grad_x = granularity.join(inside, x.shape) * weights
@@ -92,7 +119,11 @@ def test_learned_range_of_low_precision_data(low_dtype: torch.dtype) -> None:
 
     The gradient of x has the dtype of x.
     """
-    x = torch.linspace(-1.5, 1.5, 4096, dtype=torch.float32).to(low_dtype).requires_grad_()
+    x = (
+        torch.linspace(-1.5, 1.5, 4096, dtype=torch.float32)
+        .to(low_dtype)
+        .requires_grad_()
+    )
     amax = torch.tensor(1.0, requires_grad=True)
     learned_fake_quantize(x, amax, CATALOG["int4"]).float().sum().backward()
     exact = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)

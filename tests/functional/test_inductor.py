@@ -12,8 +12,12 @@ from torchq.formats import Format, Granularity, PerAxis, PerBlock, PerTensor
 from torchq.functional import fake_quantize, reduce_amax
 
 pytestmark = [  # What torch 2.9 says about itself.
-    pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:Skipping serialization of skipfiles_inline:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:.*Function'> should not be instantiated:DeprecationWarning"
+    ),
+    pytest.mark.filterwarnings(
+        "ignore:Skipping serialization of skipfiles_inline:UserWarning"
+    ),
 ]
 
 
@@ -43,11 +47,16 @@ def test_fake_quantize(
     """Also where blocks do not divide the axis, and backwards."""
 
     def run(x: torch.Tensor) -> torch.Tensor:
-        return fake_quantize(x, reduce_amax(x, granularity), format, granularity, scale_format)
+        return fake_quantize(
+            x, reduce_amax(x, granularity), format, granularity, scale_format
+        )
 
     torch._dynamo.reset()
     torch.manual_seed(0)
-    x, y = (t.requires_grad_() for t in torch.randn(shape).repeat(2, *[1] * len(shape)).unbind())
+    x, y = (
+        t.requires_grad_()
+        for t in torch.randn(shape).repeat(2, *[1] * len(shape)).unbind()
+    )
     x, y = x.detach().requires_grad_(), y.detach().requires_grad_()
     kept: list[torch.dtype] = []
     hooks = torch.autograd.graph.saved_tensors_hooks(

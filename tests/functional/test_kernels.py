@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.functional.kernel_cases import CASES, FORMATS, Case, assert_equals_definition, bits, make
+from tests.functional.kernel_cases import (
+    CASES,
+    FORMATS,
+    Case,
+    assert_equals_definition,
+    bits,
+    make,
+)
 from torchq.errors import ConfigError
 from torchq.formats import CATALOG, INT8, Granularity, PerAxis, PerBlock, PerTensor
 from torchq.functional import fake_quantize, learned_fake_quantize, reduce_amax
@@ -31,7 +38,9 @@ def test_tiles_equal_the_definition(case: Case, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("tile")
-@pytest.mark.parametrize(("format_name", "scales"), [("e4m3", "e8m0"), ("e2m1", "e4m3")])
+@pytest.mark.parametrize(
+    ("format_name", "scales"), [("e4m3", "e8m0"), ("e2m1", "e4m3")]
+)
 def test_tiles_with_rounded_scales(format_name: str, scales: str) -> None:
     x, amax = make(Case("blocks", (6, 3, 32), (6, 3, 1)), torch.float32)
     assert_equals_definition("tiled", x, amax.clamp(max=5.0), format_name, scales)
@@ -59,19 +68,29 @@ def test_gradients_of_other_strides_and_second_derivatives() -> None:
         torch.autograd.grad((fake_quantize(x, 1.0) * weight).sum(), x)[0], mask * weight
     )
     batch = torch.randn(3, 4, 6)
-    (grads,) = torch.autograd.grad(fake_quantize(x, 1.0), x, batch, is_grads_batched=True)
+    (grads,) = torch.autograd.grad(
+        fake_quantize(x, 1.0), x, batch, is_grads_batched=True
+    )
     assert torch.equal(grads, mask * batch)
     w = torch.randn(4, 6, requires_grad=True)
-    (first,) = torch.autograd.grad((fake_quantize(x, 1.0) * w).sum(), x, create_graph=True)
+    (first,) = torch.autograd.grad(
+        (fake_quantize(x, 1.0) * w).sum(), x, create_graph=True
+    )
     assert torch.equal(torch.autograd.grad(first.sum(), w)[0], mask)
 
 
 def saved(function: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
     """What autograd keeps of a call, besides its arguments."""
     kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(t) or t, lambda t: t
+    ):
         function(x)
-    return [t for t in kept if t.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()]
+    return [
+        t
+        for t in kept
+        if t.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+    ]
 
 
 GRANULARITIES = [PerTensor(), PerAxis((0,)), PerAxis((1,)), PerBlock(8)]
@@ -92,17 +111,23 @@ def test_backward_keeps_one_byte_per_element(
 
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
 @pytest.mark.parametrize("backend", ["reference", "tiled"])
-def test_a_learned_range_keeps_its_arguments_alone(backend: str, granularity: Granularity) -> None:
+def test_a_learned_range_keeps_its_arguments_alone(
+    backend: str, granularity: Granularity
+) -> None:
     x = torch.randn(64, 32, requires_grad=True)
     amax = reduce_amax(x, granularity).requires_grad_()
     with use_backend(backend):
         kept = saved(lambda v: learned_fake_quantize(v, amax, INT8, granularity), x)
-    assert [t.untyped_storage().data_ptr() for t in kept] == [amax.untyped_storage().data_ptr()]
+    assert [t.untyped_storage().data_ptr() for t in kept] == [
+        amax.untyped_storage().data_ptr()
+    ]
 
 
 @pytest.mark.usefixtures("tile")
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_learned_gradients_of_tiles_equal_the_definition(case: Case, dtype: torch.dtype) -> None:
+def test_learned_gradients_of_tiles_equal_the_definition(
+    case: Case, dtype: torch.dtype
+) -> None:
     for name in ("int4", "uint8", "e4m3"):
         x, amax = make(case, dtype)
         grad = torch.randn(x.shape).to(dtype)
@@ -126,11 +151,15 @@ class Allocations(TorchDispatchMode):
         # Kept alive, so that an address means one storage.
         self.storages: dict[int, torch.UntypedStorage] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         for t in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(t, Tensor):
-                self.storages.setdefault(t.untyped_storage().data_ptr(), t.untyped_storage())
+                self.storages.setdefault(
+                    t.untyped_storage().data_ptr(), t.untyped_storage()
+                )
         return result
 
 
@@ -145,13 +174,17 @@ def test_no_temporary_as_large_as_the_input(
     with Allocations() as seen:
         fake_quantize(x, 1.0).backward(grad)
     known = {x.untyped_storage().data_ptr(), grad.untyped_storage().data_ptr()}
-    sizes = sorted(s.nbytes() for address, s in seen.storages.items() if address not in known)
+    sizes = sorted(
+        s.nbytes() for address, s in seen.storages.items() if address not in known
+    )
     large = [size for size in sizes if size > 256 * 4]
     assert large == [x.numel(), x.numel() * dtype.itemsize, x.numel() * dtype.itemsize]
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:FutureWarning")
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch 2.9
+@pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated:DeprecationWarning"
+)  # torch 2.9
 def test_choice() -> None:
     x = torch.ones(3)
     assert backend_for(x) == backend_for(x.requires_grad_()) == "tiled"

@@ -21,13 +21,17 @@ def run(interpret: str, folder: Path, *options: str) -> str:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += ["-W", "ignore::RuntimeWarning", f"--basetemp={folder}/base", *options]
     command += ["triton_kernels.py"]
-    done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=HERE, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     return done.stdout
 
 
 @pytest.mark.parametrize(
-    "options", [(), pytest.param(("-m", "slow"), marks=pytest.mark.slow)], ids=["sample", "rest"]
+    "options",
+    [(), pytest.param(("-m", "slow"), marks=pytest.mark.slow)],
+    ids=["sample", "rest"],
 )
 def test_interpreted_on_the_cpu(options: tuple[str, ...], tmp_path: Path) -> None:
     pytest.importorskip("triton")

@@ -34,7 +34,11 @@ class Ranges(nn.Module):
 def test_ranges_are_one_step_of_a_traced_graph() -> None:
     """What they look at, such as the device, is no value of the trace."""
     traced = torch.fx.symbolic_trace(Ranges())
-    functions = [node.target.__name__ for node in traced.graph.nodes if node.op == "call_function"]
+    functions = [
+        node.target.__name__
+        for node in traced.graph.nodes
+        if node.op == "call_function"
+    ]
     assert {"reduce_amax", "_both_ends"} < set(functions)
     x = torch.tensor([0.5, -4.0])
     assert traced(x) == Ranges()(x) == (4.0, -4.0)

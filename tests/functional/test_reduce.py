@@ -39,7 +39,12 @@ LAYOUTS = [(0, 1, 2), (0, 2, 1), (2, 0, 1), (2, 1, 0)]
 def in_order(order: tuple[int, int, int]) -> Tensor:
     """(4, 6, 5) with distinct values, whose dimensions lie in memory in this order."""
     inverse = [order.index(d) for d in range(3)]
-    return (torch.arange(120.0).view(4, 6, 5) - 40).permute(order).contiguous().permute(inverse)
+    return (
+        (torch.arange(120.0).view(4, 6, 5) - 40)
+        .permute(order)
+        .contiguous()
+        .permute(inverse)
+    )
 
 
 @pytest.fixture(params=LAYOUTS, ids=str)
@@ -99,7 +104,9 @@ def test_empty_and_single_values() -> None:
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
-def test_groups_come_in_the_order_of_the_amax(x: Tensor, granularity: Granularity) -> None:
+def test_groups_come_in_the_order_of_the_amax(
+    x: Tensor, granularity: Granularity
+) -> None:
     parts = group_view(x, granularity)
     for number, values in groups_of(x, granularity).items():
         mine = parts[:, number].flatten().tolist()

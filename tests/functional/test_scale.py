@@ -20,7 +20,9 @@ def test_step_is_amax_over_qmax_rounded_once(
     name: str, dtype: torch.dtype, spec: object, generator: torch.Generator
 ) -> None:
     amax = torch.rand(300, generator=generator, dtype=dtype) * 10 + 1e-6
-    exact = [round_to(Fraction(a) / int(CATALOG[name].qmax), spec) for a in amax.tolist()]  # type: ignore[arg-type]
+    exact = [
+        round_to(Fraction(a) / int(CATALOG[name].qmax), spec) for a in amax.tolist()
+    ]  # type: ignore[arg-type]
     scale = scale_from_amax(amax, CATALOG[name])
     assert scale.dtype is dtype and scale.tolist() == exact
     torch.testing.assert_close(scale * CATALOG[name].qmax, amax)
@@ -50,7 +52,8 @@ def test_e8m0_steps(name: str, exponent: int) -> None:
     """
     amax = torch.tensor([1.0, 1.99, 2.0, 448.0, 6.0, 0.001])
     expected = [
-        2.0 ** (math.floor(math.log2(a)) - exponent) for a in (1.0, 1.99, 2.0, 448.0, 6.0, 0.001)
+        2.0 ** (math.floor(math.log2(a)) - exponent)
+        for a in (1.0, 1.99, 2.0, 448.0, 6.0, 0.001)
     ]
     assert scale_from_amax(amax, CATALOG[name], formats.E8M0).tolist() == expected
 
@@ -60,10 +63,22 @@ def test_e4m3_steps_have_one_scale_per_tensor() -> None:
     scale = scale_from_amax(amax, formats.E2M1, formats.E4M3)
     shared = round_to(1.0 / 448.0, FLOAT32)
     expected = [
-        [round_to(round_to(s / shared, FLOAT32), E4M3, saturate=True) * shared for s in row]
+        [
+            round_to(round_to(s / shared, FLOAT32), E4M3, saturate=True) * shared
+            for s in row
+        ]
         for row in ((1.0, 0.5), (0.0, 1e-7))
     ]
     expected[1][0] = 1.0  # dead
-    assert scale.tolist() == [[round_to(value, FLOAT32) for value in row] for row in expected]
-    assert scale_from_amax(torch.zeros(3), formats.E2M1, formats.E4M3).tolist() == [1.0, 1.0, 1.0]
-    assert scale_from_amax(torch.zeros(0, 2), formats.E2M1, formats.E4M3).shape == (0, 2)
+    assert scale.tolist() == [
+        [round_to(value, FLOAT32) for value in row] for row in expected
+    ]
+    assert scale_from_amax(torch.zeros(3), formats.E2M1, formats.E4M3).tolist() == [
+        1.0,
+        1.0,
+        1.0,
+    ]
+    assert scale_from_amax(torch.zeros(0, 2), formats.E2M1, formats.E4M3).shape == (
+        0,
+        2,
+    )

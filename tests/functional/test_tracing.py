@@ -22,7 +22,8 @@ CASES: list[tuple[str, Granularity, str | None]] = [
     ("e2m1", PerBlock(4), "e4m3"),
 ]
 VMAP_OF_FLOATS = pytest.mark.skipif(
-    torch.__version__.startswith("2.9"), reason="torch 2.9 has no vmap rule for view(dtype)"
+    torch.__version__.startswith("2.9"),
+    reason="torch 2.9 has no vmap rule for view(dtype)",
 )
 
 
@@ -43,7 +44,9 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", ["int8", "uint4", pytest.param("e4m3", marks=VMAP_OF_FLOATS)])
+@pytest.mark.parametrize(
+    "name", ["int8", "uint4", pytest.param("e4m3", marks=VMAP_OF_FLOATS)]
+)
 def test_vmap(name: str) -> None:
     """Mapped over data and ranges, over ranges alone, over data alone; and the gradient mapped."""
     x = torch.randn(4, 5)
@@ -56,9 +59,12 @@ def test_vmap(name: str) -> None:
         fake_quantize(x[0], amax[2], format),
     )
     assert same(
-        torch.vmap(lambda v: fake_quantize(v, 1.0, format))(x), fake_quantize(x, 1.0, format)
+        torch.vmap(lambda v: fake_quantize(v, 1.0, format))(x),
+        fake_quantize(x, 1.0, format),
     )
-    grads = torch.vmap(torch.func.grad(lambda v, a: fake_quantize(v, a, format).sum()))(x, amax)
+    grads = torch.vmap(torch.func.grad(lambda v, a: fake_quantize(v, a, format).sum()))(
+        x, amax
+    )
     assert same(grads, (x.abs() <= amax[:, None]).float())
 
 
@@ -68,18 +74,25 @@ def test_gradient_of_a_learned_range_by_torch_func() -> None:
     leaf = amax.clone().requires_grad_()
     learned_fake_quantize(x, leaf).sum().backward()
     assert leaf.grad is not None
-    assert same(torch.func.grad(lambda a: learned_fake_quantize(x, a).sum())(amax), leaf.grad)
+    assert same(
+        torch.func.grad(lambda a: learned_fake_quantize(x, a).sum())(amax), leaf.grad
+    )
     per_sample = torch.vmap(
-        torch.func.grad(lambda a, v: learned_fake_quantize(v, a).sum()), in_dims=(None, 0)
+        torch.func.grad(lambda a, v: learned_fake_quantize(v, a).sum()),
+        in_dims=(None, 0),
     )(amax, x)
     torch.testing.assert_close(per_sample.sum(), leaf.grad)
 
 
 @pytest.mark.parametrize(("name", "granularity", "scales"), CASES, ids=str)
-def test_meta_and_fake_tensors(name: str, granularity: Granularity, scales: str | None) -> None:
+def test_meta_and_fake_tensors(
+    name: str, granularity: Granularity, scales: str | None
+) -> None:
     x = torch.empty(3, 10, device="meta", dtype=torch.bfloat16)
     scale_format = None if scales is None else CATALOG[scales]
-    y = fake_quantize(x, reduce_amax(x, granularity), CATALOG[name], granularity, scale_format)
+    y = fake_quantize(
+        x, reduce_amax(x, granularity), CATALOG[name], granularity, scale_format
+    )
     assert y.is_meta and y.shape == x.shape and y.dtype is x.dtype
 
 

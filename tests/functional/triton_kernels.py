@@ -6,7 +6,13 @@ tests/functional/test_kernels_triton.py runs this file: interpreted on the CPU, 
 import pytest
 import torch
 
-from tests.functional.kernel_cases import CASES, FORMATS, Case, assert_equals_definition, make
+from tests.functional.kernel_cases import (
+    CASES,
+    FORMATS,
+    Case,
+    assert_equals_definition,
+    make,
+)
 from torchq.errors import ConfigError
 from torchq.formats import CATALOG, INT8, PerAxis, PerBlock
 from torchq.functional import fake_quantize
@@ -32,7 +38,9 @@ def test_equals_definition(case: Case, dtype: torch.dtype) -> None:
         assert_equals_definition("triton", x, amax, name)
 
 
-@pytest.mark.parametrize(("format_name", "scales"), [("e4m3", "e8m0"), ("e2m1", "e4m3")])
+@pytest.mark.parametrize(
+    ("format_name", "scales"), [("e4m3", "e8m0"), ("e2m1", "e4m3")]
+)
 def test_rounded_scales(format_name: str, scales: str) -> None:
     x, amax = make(Case("blocks", (6, 3, 32), (6, 3, 1)), torch.float32, DEVICE)
     assert_equals_definition("triton", x, amax.clamp(max=5.0), format_name, scales)
@@ -65,7 +73,9 @@ def test_through_the_public_function() -> None:
 
 
 def test_what_the_kernels_leave_to_the_definition() -> None:
-    x, amax = make(next(c for c in CASES if c.name == TWO_DIVISIONS), torch.float32, DEVICE)
+    x, amax = make(
+        next(c for c in CASES if c.name == TWO_DIVISIONS), torch.float32, DEVICE
+    )
     for tensor, range_, format in (
         (x, amax, INT8),
         (x.double(), amax.double(), INT8),
@@ -82,7 +92,9 @@ def test_chosen_on_a_gpu() -> None:
     assert backend_for(torch.ones(3, device=DEVICE)) == default
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="a capture fails where the host waits for a GPU")
+@pytest.mark.skipif(
+    DEVICE == "cpu", reason="a capture fails where the host waits for a GPU"
+)
 def test_captured_in_a_cuda_graph() -> None:
     x = torch.randn(64, 33, device="cuda", requires_grad=True)
     amax = torch.tensor(1.5, device="cuda")
@@ -94,4 +106,6 @@ def test_captured_in_a_cuda_graph() -> None:
         (grad,) = torch.autograd.grad(y.sum(), x)
     graph.replay()
     torch.cuda.synchronize()
-    assert torch.equal(y, fake_quantize(x, amax)) and torch.equal(grad, (x.abs() <= amax).float())
+    assert torch.equal(y, fake_quantize(x, amax)) and torch.equal(
+        grad, (x.abs() <= amax).float()
+    )

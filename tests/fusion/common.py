@@ -35,10 +35,14 @@ def error(got: Any, want: Any) -> float:
     """Largest difference relative to the largest expected value."""
     if isinstance(got, (tuple, list)):
         return max(error(g, w) for g, w in zip(got, want, strict=True))
-    return ((got.double() - want.double()).abs().max() / want.double().abs().max()).item()
+    return (
+        (got.double() - want.double()).abs().max() / want.double().abs().max()
+    ).item()
 
 
-def fused_exactly(model: nn.Module, x: Any, *example: Any, **options: Any) -> FuseReport:
+def fused_exactly(
+    model: nn.Module, x: Any, *example: Any, **options: Any
+) -> FuseReport:
     """Fuse a float64 model, which has to compute the same for ``x`` as before."""
     want = outputs(model, x)
     report = fuse_(model, *example, **options)
@@ -61,13 +65,17 @@ def copied(model: nn.Module) -> dict[str, Tensor]:
 
 def same_state(model: nn.Module, state: dict[str, Tensor]) -> bool:
     now = model.state_dict()
-    return list(now) == list(state) and all(torch.equal(state[name], now[name]) for name in now)
+    return list(now) == list(state) and all(
+        torch.equal(state[name], now[name]) for name in now
+    )
 
 
 class Net(nn.Module):
     """One convolution and one BatchNorm, with a forward given as a function."""
 
-    def __init__(self, forward: Callable[[Any, Tensor], Any], channels: int = 4) -> None:
+    def __init__(
+        self, forward: Callable[[Any, Tensor], Any], channels: int = 4
+    ) -> None:
         super().__init__()
         self.run = forward
         self.bn = nn.BatchNorm2d(channels)
@@ -78,7 +86,9 @@ class Net(nn.Module):
         return self.run(self, x)
 
 
-def data_dependent(forward: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], Any]:
+def data_dependent(
+    forward: Callable[[Any, Tensor], Any],
+) -> Callable[[Any, Tensor], Any]:
     """The same model for a tracer that cannot follow it."""
 
     def run(m: Any, x: Tensor) -> Any:

@@ -20,7 +20,9 @@ from torchq.workflow import calibrate
 PER_CHANNEL, PER_TENSOR = QuantDescriptor(axis=0), QuantDescriptor()
 
 
-def quantized(layer: Any, norm: Any, weight: Any, x: Tensor, method: str = "max") -> nn.Sequential:
+def quantized(
+    layer: Any, norm: Any, weight: Any, x: Tensor, method: str = "max"
+) -> nn.Sequential:
     model = randomized(nn.Sequential(layer, norm))
     convert_(model[0], input=PER_TENSOR, weight=weight)
     calibrate(model, [x], method=method, progress=False)
@@ -34,23 +36,41 @@ def codes(layer: Any) -> Tensor:
 
 CASES = {
     "conv2d": (lambda: nn.Conv2d(3, 64, 3), PER_CHANNEL, (4, 3, 8, 8)),
-    "groups": (lambda: nn.Conv2d(4, 64, 3, groups=2, bias=False), PER_CHANNEL, (4, 4, 8, 8)),
+    "groups": (
+        lambda: nn.Conv2d(4, 64, 3, groups=2, bias=False),
+        PER_CHANNEL,
+        (4, 4, 8, 8),
+    ),
     "conv1d": (lambda: nn.Conv1d(3, 64, 3), PER_CHANNEL, (4, 3, 8)),
     "linear": (lambda: nn.Linear(32, 64), PER_CHANNEL, (8, 32)),
-    "transposed": (lambda: nn.ConvTranspose2d(3, 64, 3), QuantDescriptor(axis=1), (4, 3, 8, 8)),
-    "rows and columns": (lambda: nn.Conv2d(3, 64, 3), QuantDescriptor(axis=(0, 1)), (4, 3, 8, 8)),
+    "transposed": (
+        lambda: nn.ConvTranspose2d(3, 64, 3),
+        QuantDescriptor(axis=1),
+        (4, 3, 8, 8),
+    ),
+    "rows and columns": (
+        lambda: nn.Conv2d(3, 64, 3),
+        QuantDescriptor(axis=(0, 1)),
+        (4, 3, 8, 8),
+    ),
     "transposed by depth": (
         lambda: nn.ConvTranspose2d(64, 64, 3, groups=64),
         PER_CHANNEL,
         (4, 64, 8, 8),
     ),
-    "int4": (lambda: nn.Conv2d(3, 64, 3), QuantDescriptor(num_bits=4, axis=0), (4, 3, 8, 8)),
+    "int4": (
+        lambda: nn.Conv2d(3, 64, 3),
+        QuantDescriptor(num_bits=4, axis=0),
+        (4, 3, 8, 8),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("zero_gamma", [False, True])
-def test_codes_keep_their_magnitude_and_take_the_sign(name: str, zero_gamma: bool) -> None:
+def test_codes_keep_their_magnitude_and_take_the_sign(
+    name: str, zero_gamma: bool
+) -> None:
     make, weight, shape = CASES[name]
     x = torch.randn(shape)
     norm = nn.BatchNorm2d(64) if len(shape) == 4 else nn.BatchNorm1d(64)
@@ -75,7 +95,9 @@ def test_codes_keep_their_magnitude_and_take_the_sign(name: str, zero_gamma: boo
     assert torch.equal(codes(layer), expected)
     # one rounding to float32
     wanted = amax.double() * scale.abs().view(sides)
-    assert torch.allclose(layer.weight_quantizer.amax.double(), wanted, rtol=1e-6, atol=0)
+    assert torch.allclose(
+        layer.weight_quantizer.amax.double(), wanted, rtol=1e-6, atol=0
+    )
     # codes of the same magnitude compute the same up to rounding in float32
     assert error(outputs(model, x), want) <= 1e-5
 
@@ -85,7 +107,9 @@ def test_learned_range_keeps_its_parameter() -> None:
     model = randomized(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
     model[1].weight.data.fill_(-0.5)
     model[1].running_var.fill_(1.0)
-    convert_(model[0], input=PER_TENSOR, weight=QuantDescriptor(learn_amax=True, amax=0.2))
+    convert_(
+        model[0], input=PER_TENSOR, weight=QuantDescriptor(learn_amax=True, amax=0.2)
+    )
     calibrate(model, [x], progress=False)
     parameter = model[0].weight_quantizer.amax
     amax = model[0].weight_quantizer.amax.item()
@@ -104,9 +128,21 @@ CODES = QuantDescriptor(axis=0, fake_quant=False)
 REFUSED = {
     "by input channel": (nn.Conv2d(3, 8, 3), QuantDescriptor(axis=1), "along axis 0"),
     "transposed by input channel": (BY_INPUT, PER_CHANNEL, "along axis 1"),
-    "transposed with groups": (GROUPED, QuantDescriptor(axis=1), "is a grouped transposed conv"),
-    "blocks across channels": (nn.Conv2d(3, 8, 3), ACROSS, "several output channels share"),
-    "one dynamic range": (nn.Conv2d(3, 8, 3), QuantDescriptor(dynamic=True), "at each call"),
+    "transposed with groups": (
+        GROUPED,
+        QuantDescriptor(axis=1),
+        "is a grouped transposed conv",
+    ),
+    "blocks across channels": (
+        nn.Conv2d(3, 8, 3),
+        ACROSS,
+        "several output channels share",
+    ),
+    "one dynamic range": (
+        nn.Conv2d(3, 8, 3),
+        QuantDescriptor(dynamic=True),
+        "at each call",
+    ),
     "powers of two": (nn.Conv2d(3, 8, 3), POWERS, "of a fixed form"),
     "e8m0": (nn.Linear(32, 8), MX, "of a fixed form"),
     "codes from 0": (nn.Conv2d(3, 8, 3), FROM_ZERO, "begin at 0"),
@@ -134,7 +170,9 @@ def test_what_would_change_codes_is_refused_with_the_order(name: str) -> None:
 def test_a_running_calibration_is_not_disturbed() -> None:
     model = randomized(nn.Sequential(QuantConv2d(3, 8, 3), nn.BatchNorm2d(8)))
     model[0].input_quantizer.start_calibration()
-    assert "is being calibrated; finish the calibration first" in fuse_(model).reason("1")
+    assert "is being calibrated; finish the calibration first" in fuse_(model).reason(
+        "1"
+    )
     assert not model[0].input_quantizer.calibrator.seen
 
 
@@ -159,13 +197,17 @@ def test_an_unquantized_weight_needs_no_range() -> None:
 
 def test_batchnorm_before_a_quantized_layer_is_refused() -> None:
     model = randomized(nn.Sequential(nn.BatchNorm2d(3), QuantConv2d(3, 8, 3)))
-    assert "1 after it is quantized per output channel; fuse before" in fuse_(model).reason("0")
+    assert "1 after it is quantized per output channel; fuse before" in fuse_(
+        model
+    ).reason("0")
 
 
 def test_a_trained_net_keeps_its_accuracy_in_the_right_order_only() -> None:
     """Merged, then quantized to 8 bits, a trained RepVGG loses next to nothing."""
     blocks = RepVGGBlock(1, 8, 2), RepVGGBlock(8, 8), RepVGGBlock(8, 8)
-    model = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+    model = nn.Sequential(
+        *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
+    )
     images = torch.randn(512, 1, 12, 12)
     labels = torch.arange(512) % 4
     for label in range(4):  # a bar at one of four places
@@ -193,4 +235,6 @@ def test_a_trained_net_keeps_its_accuracy_in_the_right_order_only() -> None:
         calibrate(net, [images[:384]], progress=False)
     assert accuracy(model) >= before - 0.02
     report = fuse_(wrong)
-    assert all("repvgg block; holds quantizers" in report.reason(str(i)) for i in range(3))
+    assert all(
+        "repvgg block; holds quantizers" in report.reason(str(i)) for i in range(3)
+    )

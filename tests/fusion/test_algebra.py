@@ -39,7 +39,9 @@ def test_fold_after_conv(rank: int, groups: int, has_bias: bool) -> None:
     bias = randn(12) if has_bias else None
     scale = randn(12)
     shift = randn(12)
-    want = channelwise(CONV[rank](x, kernel, bias, padding=1, groups=groups), scale, shift)
+    want = channelwise(
+        CONV[rank](x, kernel, bias, padding=1, groups=groups), scale, shift
+    )
     got = al.fold_affine_after(kernel, bias, scale, shift)
     assert close(CONV[rank](x, *got, padding=1, groups=groups), want)
 
@@ -47,7 +49,9 @@ def test_fold_after_conv(rank: int, groups: int, has_bias: bool) -> None:
 @pytest.mark.parametrize("rank", [1, 2, 3])
 @pytest.mark.parametrize(("groups", "per_group"), [(1, 3), (2, 1), (2, 3), (4, 2)])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_fold_after_transposed_conv(rank: int, groups: int, per_group: int, has_bias: bool) -> None:
+def test_fold_after_transposed_conv(
+    rank: int, groups: int, per_group: int, has_bias: bool
+) -> None:
     out = groups * per_group
     x = randn(2, 8, *[4] * rank)
     kernel = randn(8, per_group, *[3] * rank)
@@ -55,9 +59,13 @@ def test_fold_after_transposed_conv(rank: int, groups: int, per_group: int, has_
     scale = randn(out)
     shift = randn(out)
     want = channelwise(
-        TRANSPOSED[rank](x, kernel, bias, stride=2, padding=1, groups=groups), scale, shift
+        TRANSPOSED[rank](x, kernel, bias, stride=2, padding=1, groups=groups),
+        scale,
+        shift,
     )
-    got = al.fold_affine_after(kernel, bias, scale, shift, groups=groups, transposed=True)
+    got = al.fold_affine_after(
+        kernel, bias, scale, shift, groups=groups, transposed=True
+    )
     assert close(TRANSPOSED[rank](x, *got, stride=2, padding=1, groups=groups), want)
 
 
@@ -71,7 +79,13 @@ def test_identity_kernel_for_any_groups(groups: int) -> None:
 
 @pytest.mark.parametrize(
     ("window", "padding"),
-    [((1, 1), (0, 0)), ((1, 3), (0, 1)), ((3, 1), (1, 0)), ((3, 3), (1, 1)), ((3, 3), (2, 2))],
+    [
+        ((1, 1), (0, 0)),
+        ((1, 3), (0, 1)),
+        ((3, 1), (1, 0)),
+        ((3, 3), (1, 1)),
+        ((3, 3), (2, 2)),
+    ],
 )
 def test_pad_kernel_aligns_any_padding(window: Any, padding: Any) -> None:
     x = randn(1, 2, 9, 9)
@@ -83,7 +97,8 @@ def test_pad_kernel_aligns_any_padding(window: Any, padding: Any) -> None:
     # Where the padding makes the outputs of different size, the wide kernel still computes the
     # common ones, from the same corner.
     assert close(
-        wide[..., : want.shape[2], : want.shape[3]], want[..., : wide.shape[2], : wide.shape[3]]
+        wide[..., : want.shape[2], : want.shape[3]],
+        want[..., : wide.shape[2], : wide.shape[3]],
     )
 
 
@@ -105,6 +120,8 @@ def test_compose(groups: int, one: Any, two: Any, stride: int) -> None:
     x = randn(2, 4, 11, 11)
     first = al.KernelBias(randn(8, 4 // groups, one, one), randn(8))
     second = al.KernelBias(randn(12, 8 // groups, two, two), randn(12))
-    want = F.conv2d(F.conv2d(x, *first, stride=stride, groups=groups), *second, groups=groups)
+    want = F.conv2d(
+        F.conv2d(x, *first, stride=stride, groups=groups), *second, groups=groups
+    )
     got = al.compose(first, second, groups=groups, stride=(stride, stride))
     assert close(F.conv2d(x, *got, stride=stride, groups=groups), want)

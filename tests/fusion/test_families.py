@@ -27,7 +27,10 @@ from tests.fusion.common import (
 from torchq.fusion import FAMILIES, fuse_, linear_map
 from torchq.fusion.linear_map import NotAffine
 
-TOL64, TOL32 = 1e-10, 1e-5  # what the project promises; rounding alone gives about 1e-14 and 1e-6
+TOL64, TOL32 = (
+    1e-10,
+    1e-5,
+)  # what the project promises; rounding alone gives about 1e-14 and 1e-6
 
 CASES = all_cases()
 
@@ -75,7 +78,9 @@ def test_all_of_a_vanillanet_is_merged_once_its_slope_is_one(slope: float) -> No
     report = fused_exactly(model, image(2, 3, 16, 20))
     assert report.refused == ()
     assert norms(model) == []
-    assert len([m for m in model.modules() if isinstance(m, nn.Conv2d)]) == (3 if slope == 1 else 5)
+    assert len([m for m in model.modules() if isinstance(m, nn.Conv2d)]) == (
+        3 if slope == 1 else 5
+    )
     assert model.deploy is (slope == 1)
 
 
@@ -84,7 +89,9 @@ def no_gradients(*args: Any) -> NoReturn:
 
 
 @pytest.mark.sample(12)
-@pytest.mark.parametrize("case", [case for case in CASES if CASES[case].family != "dbb"])
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if CASES[case].family != "dbb"]
+)
 def test_all_but_forwards_with_item_assignment_are_followed_symbolically(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,7 +37,9 @@ class FrozenBatchNorm(nn.Module):
         super().__init__()
         self.eps = 1e-4
         for name in ("weight", "bias", "running_mean", "running_var"):
-            self.register_buffer(name, torch.full((c,), float(name in ("weight", "running_var"))))
+            self.register_buffer(
+                name, torch.full((c,), float(name in ("weight", "running_var")))
+            )
 
     def forward(self, x: Tensor) -> Any:
         scale = self.weight * (self.running_var + self.eps).rsqrt()
@@ -57,10 +59,19 @@ def conv(*sizes: Any, **options: Any) -> nn.Conv2d:
 AFTER = {
     "conv1d": lambda: [nn.Conv1d(4, 6, 3), nn.BatchNorm1d(6)],
     "conv2d": lambda: [conv(6, 3, padding=1), nn.BatchNorm2d(6)],
-    "conv2d-no-bias": lambda: [conv(6, 3, 2, 1, bias=False), nn.BatchNorm2d(6, eps=0.1)],
+    "conv2d-no-bias": lambda: [
+        conv(6, 3, 2, 1, bias=False),
+        nn.BatchNorm2d(6, eps=0.1),
+    ],
     "conv2d-groups": lambda: [conv(8, 3, groups=2, dilation=2), nn.BatchNorm2d(8)],
-    "conv2d-depthwise": lambda: [conv(8, 3, groups=4, bias=False), nn.BatchNorm2d(8, affine=False)],
-    "conv2d-reflect": lambda: [conv(6, 3, padding=2, padding_mode="reflect"), nn.BatchNorm2d(6)],
+    "conv2d-depthwise": lambda: [
+        conv(8, 3, groups=4, bias=False),
+        nn.BatchNorm2d(8, affine=False),
+    ],
+    "conv2d-reflect": lambda: [
+        conv(6, 3, padding=2, padding_mode="reflect"),
+        nn.BatchNorm2d(6),
+    ],
     "conv2d-same": lambda: [conv(6, (3, 5), padding="same"), nn.BatchNorm2d(6)],
     "conv3d": lambda: [nn.Conv3d(4, 6, (1, 3, 2)), nn.BatchNorm3d(6)],
     "transposed1d": lambda: [nn.ConvTranspose1d(4, 6, 3, 2), nn.BatchNorm1d(6)],
@@ -68,18 +79,32 @@ AFTER = {
         nn.ConvTranspose2d(4, 6, 3, 2, 1, 1, 2, False),
         nn.BatchNorm2d(6),
     ],
-    "transposed3d-depthwise": lambda: [nn.ConvTranspose3d(4, 4, 2, groups=4), nn.BatchNorm3d(4)],
+    "transposed3d-depthwise": lambda: [
+        nn.ConvTranspose3d(4, 4, 2, groups=4),
+        nn.BatchNorm3d(4),
+    ],
     "linear": lambda: [nn.Linear(4, 6), nn.BatchNorm1d(6)],
     "sync": lambda: [conv(6, 3), nn.SyncBatchNorm(6)],
     "frozen": lambda: [conv(6, 3), FrozenBatchNorm(6)],
     "frozen-in-place": lambda: frozen([conv(6, 3), nn.BatchNorm2d(6)]),
     "with-activation": lambda: [conv(6, 3), BatchNormAct(6)],
-    "through-dropout": lambda: [conv(6, 3), nn.Dropout2d(), nn.Identity(), nn.BatchNorm2d(6)],
+    "through-dropout": lambda: [
+        conv(6, 3),
+        nn.Dropout2d(),
+        nn.Identity(),
+        nn.BatchNorm2d(6),
+    ],
 }
 BEFORE = {
     "unpadded": lambda: [nn.BatchNorm2d(4), conv(6, 3, groups=2)],
-    "reflect": lambda: [nn.BatchNorm2d(4), conv(6, 3, 1, 1, padding_mode="circular", bias=False)],
-    "pointwise-transposed": lambda: [nn.BatchNorm2d(4), nn.ConvTranspose2d(4, 6, 1, groups=2)],
+    "reflect": lambda: [
+        nn.BatchNorm2d(4),
+        conv(6, 3, 1, 1, padding_mode="circular", bias=False),
+    ],
+    "pointwise-transposed": lambda: [
+        nn.BatchNorm2d(4),
+        nn.ConvTranspose2d(4, 6, 1, groups=2),
+    ],
     "linear": lambda: [nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 6)],
     "conv1d": lambda: [nn.BatchNorm1d(4), nn.Conv1d(4, 6, 3, dilation=2)],
 }
@@ -111,7 +136,9 @@ def test_fold_is_exact(make: Callable[[], Any]) -> None:
     x = input_of(model)
     want = outputs(model, x)
     single = copy.deepcopy(model).float()
-    layers = [m for m in model if hasattr(m, "weight") and not hasattr(m, "running_mean")]
+    layers = [
+        m for m in model if hasattr(m, "weight") and not hasattr(m, "running_mean")
+    ]
     report = fused_exactly(model, x, x)
     assert report.applied and report.error <= TOL64
     assert (len(report.fused), report.refused) == (1, ())
@@ -157,10 +184,14 @@ def test_networks_may_fold_their_own_batchnorms_afterwards(quantized: bool) -> N
         assert layer.weight_quantizer.amax is range_of_weight
     assert torch.equal(model(x), want)
     assert model.state_dict().keys() == before.keys()
-    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+    assert all(
+        torch.equal(model.state_dict()[name], value) for name, value in before.items()
+    )
 
 
-def test_batchnorm_before_a_padded_convolution_is_refused_unless_padded_explicitly() -> None:
+def test_batchnorm_before_a_padded_convolution_is_refused_unless_padded_explicitly() -> (
+    None
+):
     model = build(lambda: [nn.BatchNorm2d(4), conv(6, 3, padding=1), nn.ReLU()])
     x = image(2, 4, 7, 8)
     layer = model[1]
@@ -181,7 +212,9 @@ def test_batchnorm_without_shift_passes_zero_padding() -> None:
 
 
 def test_batchnorm_between_two_layers_and_around_one() -> None:
-    model = build(lambda: [nn.BatchNorm2d(4), conv(6, 1), nn.BatchNorm2d(6), nn.BatchNorm2d(6)])
+    model = build(
+        lambda: [nn.BatchNorm2d(4), conv(6, 1), nn.BatchNorm2d(6), nn.BatchNorm2d(6)]
+    )
     x = image(2, 4, 7, 8)
     report = fused_exactly(model, x, x)
     kinds = sorted(fusion.kind for fusion in report.fused)
@@ -218,7 +251,9 @@ def test_layer_stays_the_same_object_with_its_hooks_and_attributes() -> None:
     assert seen == []  # checking a fold does not run hooks
     outputs(model, torch.randn(1, 4, 6, 6))
     assert seen == [layer]
-    assert torch.equal(old, values)  # whoever holds the old parameter still has its values
+    assert torch.equal(
+        old, values
+    )  # whoever holds the old parameter still has its values
     assert set(model.state_dict()) == {"0.weight", "0.bias"}
 
 
@@ -257,7 +292,9 @@ def test_dry_run_changes_nothing() -> None:
     state = copied(model)
     report = fuse_(model, image(), dry_run=True)
     assert len(report.fused) == 1 and not report.applied
-    assert "1 fused, 0 refused, model unchanged (dry run), whole model off by" in str(report)
+    assert "1 fused, 0 refused, model unchanged (dry run), whole model off by" in str(
+        report
+    )
     assert type(model[1]) is nn.BatchNorm2d
     assert same_state(model, state)
     assert report.error <= TOL64
@@ -271,14 +308,19 @@ def test_report_reads_as_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     report = fuse_(model)
     assert "1 fused, 1 refused, applied" in str(report)
     assert "0  <- 1  [norm after layer, fx" in str(report)
-    assert "3  refused: its input comes from 2, not from a convolution or linear" in str(report)
+    assert (
+        "3  refused: its input comes from 2, not from a convolution or linear"
+        in str(report)
+    )
     assert report.fused[0].scale == pytest.approx(8.0, rel=1e-4)
     text = r"refused 1; expected to merge everything. 3: its input comes from 2"
     with pytest.raises(FuseError, match=text):
         report.require_all()
 
 
-def test_random_numbers_of_python_are_the_same_on_both_sides_of_the_comparison() -> None:
+def test_random_numbers_of_python_are_the_same_on_both_sides_of_the_comparison() -> (
+    None
+):
     def forward(net: Any, x: Tensor) -> Any:
         return net.bn(net.conv(x)) * random.random()
 

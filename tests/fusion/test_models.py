@@ -22,14 +22,18 @@ class Allocations(TorchDispatchMode):
         super().__init__()
         self.largest = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         self.largest = max([self.largest, *(t.numel() for t in tensors_in(out))])
         return out
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "shufflenet_v2_x0_5"])
+@pytest.mark.parametrize(
+    "name", ["resnet18", "mobilenet_v3_small", "shufflenet_v2_x0_5"]
+)
 def test_torchvision_network(name: str) -> None:
     model = randomized(torchvision.models.get_model(name, weights=None))
     exact = copy.deepcopy(model).double()

@@ -24,7 +24,9 @@ ROUNDING = 1e-5
 INPUT = QuantDescriptor()
 
 
-def net(weight: QuantDescriptor, layer: Any = None, x: Tensor | None = None) -> nn.Sequential:
+def net(
+    weight: QuantDescriptor, layer: Any = None, x: Tensor | None = None
+) -> nn.Sequential:
     """A calibrated layer with a BatchNorm of mixed signs behind it."""
     layer = nn.Conv2d(3, 8, 3, bias=False) if layer is None else layer
     model = randomized(nn.Sequential(layer, nn.BatchNorm2d(layer.out_channels)))
@@ -48,11 +50,15 @@ def counted_codes(before: Any, after: Any, norm: nn.Module) -> int:
     return int(compared.other_codes.sum())
 
 
-def folded(model: nn.Sequential, x: Tensor | None = None) -> tuple[FuseReport, Any, nn.Module]:
+def folded(
+    model: nn.Sequential, x: Tensor | None = None
+) -> tuple[FuseReport, Any, nn.Module]:
     """Fuse a model; return the report, and the layer and the norm of before."""
     layer = copy.deepcopy(model[0])
     norm = copy.deepcopy(model[1])
-    report = fuse_(model, image(model[0].in_channels) if x is None else x, progress=False)
+    report = fuse_(
+        model, image(model[0].in_channels) if x is None else x, progress=False
+    )
     return report, layer, norm
 
 
@@ -100,7 +106,9 @@ def test_no_code_changes_whatever_the_form(name: str) -> None:
 
 
 @pytest.mark.parametrize("damage", ["range", "code", "sign"])
-def test_the_comparison_of_codes_says_no(damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparison_of_codes_says_no(
+    damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original = QuantConv2d.fold_output_
 
     def damaged(self: Any, scale: Tensor, shift: Tensor) -> Any:
@@ -117,9 +125,9 @@ def test_the_comparison_of_codes_says_no(damage: str, monkeypatch: pytest.Monkey
     state = copied(model)
     report = fuse_(model, image(), progress=False)
     assert not report.applied
-    assert ("would change 1 of 216 " if damage == "code" else "of 216 weight codes") in (
-        report.reason("1") or ""
-    )
+    assert (
+        "would change 1 of 216 " if damage == "code" else "of 216 weight codes"
+    ) in (report.reason("1") or "")
     assert same_state(model, state)
 
 
@@ -140,7 +148,9 @@ def test_the_comparison_of_results_says_no(
     assert without.applied
 
 
-@pytest.mark.parametrize(("bits", "outermost"), [(8, "-128 became 127"), (4, "-8 became 7")])
+@pytest.mark.parametrize(
+    ("bits", "outermost"), [(8, "-128 became 127"), (4, "-8 became 7")]
+)
 def test_the_outermost_code_saturates_and_is_counted(bits: int, outermost: str) -> None:
     model = net(QuantDescriptor(bits, axis=0))
     model[0].weight_quantizer.set_amax(model[0].weight_quantizer.amax * 0.5)
@@ -189,9 +199,12 @@ def test_one_range_becomes_one_per_channel_unless_the_target_has_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("groups", "axis", "becomes"), [(1, 1, (1,)), (1, None, (1,)), (4, None, (0,)), (4, 1, (0,))]
+    ("groups", "axis", "becomes"),
+    [(1, 1, (1,)), (1, None, (1,)), (4, None, (0,)), (4, 1, (0,))],
 )
-def test_transposed_convolutions(groups: int, axis: int | None, becomes: tuple[int, ...]) -> None:
+def test_transposed_convolutions(
+    groups: int, axis: int | None, becomes: tuple[int, ...]
+) -> None:
     layer = nn.ConvTranspose2d(4, 4, 3, groups=groups, bias=False)
     model = net(QuantDescriptor(axis=axis), layer)
     want = outputs(model, image(4))
@@ -201,7 +214,9 @@ def test_transposed_convolutions(groups: int, axis: int | None, becomes: tuple[i
     assert error(outputs(model, image(4)), want) <= ROUNDING
 
 
-def test_grouped_transposed_convolutions_fold_with_a_range_for_each_row_and_column() -> None:
+def test_grouped_transposed_convolutions_fold_with_a_range_for_each_row_and_column() -> (
+    None
+):
     layer = nn.ConvTranspose2d(4, 4, 3, groups=2, bias=False)
     model = net(QuantDescriptor(axis=(0, 1)), layer)
     want = outputs(model, image(4))
@@ -232,7 +247,9 @@ def two(weight: QuantDescriptor) -> Two:
 
 
 @pytest.mark.parametrize("form", [QuantDescriptor(axis=0), QuantDescriptor()])
-def test_a_quantizer_of_two_weights_becomes_the_layers_own(form: QuantDescriptor) -> None:
+def test_a_quantizer_of_two_weights_becomes_the_layers_own(
+    form: QuantDescriptor,
+) -> None:
     model = two(form)
     model.b.weight_quantizer = model.a.weight_quantizer
     want = outputs(model, image())
@@ -240,7 +257,9 @@ def test_a_quantizer_of_two_weights_becomes_the_layers_own(form: QuantDescriptor
     assert report.applied and report.refused == ()
     assert model.a.weight_quantizer is not model.b.weight_quantizer
     assert "has a quantizer of its weight of its own now, beside b" in str(report)
-    assert error(outputs(model, image()), want) <= 2e-2  # a tie may move the second layer's input
+    assert (
+        error(outputs(model, image()), want) <= 2e-2
+    )  # a tie may move the second layer's input
 
 
 def test_a_weight_of_two_layers_becomes_the_layers_own() -> None:
@@ -254,9 +273,14 @@ def test_a_weight_of_two_layers_becomes_the_layers_own() -> None:
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "output": (lambda m: m[0].quantize_output_(INPUT), "quantizes its result in front of"),
+    "output": (
+        lambda m: m[0].quantize_output_(INPUT),
+        "quantizes its result in front of",
+    ),
     "smoothing": (
-        lambda m: m[0].weight_quantizer.register_buffer("pre_quant_scale", torch.ones(3, 1, 1)),
+        lambda m: m[0].weight_quantizer.register_buffer(
+            "pre_quant_scale", torch.ones(3, 1, 1)
+        ),
         "has a pre_quant_scale on its weight",
     ),
     "delegate": (
@@ -271,9 +295,15 @@ REFUSED: dict[str, tuple[Any, str]] = {
         ),
         "has a calibrator that has seen its weight",
     ),
-    "observing": (lambda m: setattr(m[0].weight_quantizer, "observing", True), "being calibrated"),
+    "observing": (
+        lambda m: setattr(m[0].weight_quantizer, "observing", True),
+        "being calibrated",
+    ),
     "training": (lambda m: m[1].train(), "in training mode"),
-    "nan": (lambda m: m[1].running_mean[0].fill_(torch.nan), "running_mean that is not finite"),
+    "nan": (
+        lambda m: m[1].running_mean[0].fill_(torch.nan),
+        "running_mean that is not finite",
+    ),
     "no variance": (
         lambda m: (m[1].running_var[0].zero_(), setattr(m[1], "eps", 0.0)),
         "no finite number above 0",
@@ -298,7 +328,8 @@ def test_what_is_refused_is_refused_alone_and_by_name(name: str) -> None:
     assert reason in (report.reason("0.1") or "")
     assert [fusion.name for fusion in report.fused] == ["1"] and report.applied
     assert all(
-        torch.equal(t.nan_to_num(), state[n].nan_to_num()) for n, t in bad.state_dict().items()
+        torch.equal(t.nan_to_num(), state[n].nan_to_num())
+        for n, t in bad.state_dict().items()
     )
 
 
@@ -321,7 +352,9 @@ def test_a_correction_of_results_folds_along() -> None:
     assert error(outputs(model, image()), want) <= ROUNDING
     before = model[0].weight_quantizer.codes(model[0].weight.detach())
     model[0].fold_correction_()
-    assert torch.equal(model[0].weight_quantizer.codes(model[0].weight.detach()), before)
+    assert torch.equal(
+        model[0].weight_quantizer.codes(model[0].weight.detach()), before
+    )
     assert error(outputs(model, image()), want) <= ROUNDING
 
 
@@ -339,7 +372,9 @@ def test_held_scales_stay_held(symmetric: bool, axis: int | None) -> None:
     assert error(outputs(model, image()), want) <= ROUNDING
 
 
-def test_a_learned_range_stays_the_parameter_and_says_that_its_optimizer_is_stale() -> None:
+def test_a_learned_range_stays_the_parameter_and_says_that_its_optimizer_is_stale() -> (
+    None
+):
     for form in (EXACT["learned"], EXACT["per tensor, learned"]):
         model = net(form)
         parameter = model[0].weight_quantizer.amax
@@ -351,7 +386,9 @@ def test_a_learned_range_stays_the_parameter_and_says_that_its_optimizer_is_stal
         model(image()).sum().backward()  # trains on
 
 
-@pytest.mark.parametrize(("scales", "rounding"), [("float16", 2.0**-11), ("bfloat16", 2.0**-9)])
+@pytest.mark.parametrize(
+    ("scales", "rounding"), [("float16", 2.0**-11), ("bfloat16", 2.0**-9)]
+)
 def test_typed_scales_keep_the_codes_but_where_they_are_clamped(
     scales: str, rounding: float
 ) -> None:
@@ -359,7 +396,9 @@ def test_typed_scales_keep_the_codes_but_where_they_are_clamped(
     model = net(form)
     want = outputs(model, image())
     report, layer, norm = folded(model)
-    assert report.applied and report.fused[0].changed == 0 == counted_codes(layer, model[0], norm)
+    assert report.applied and report.fused[0].changed == 0 == counted_codes(
+        layer, model[0], norm
+    )
     # one rounding of each scale, relative to the products, which the mean may have made larger
     assert error(outputs(model, image()), want) <= 2 * rounding
     small = net(form)
@@ -369,7 +408,9 @@ def test_typed_scales_keep_the_codes_but_where_they_are_clamped(
     assert report.applied and changed == counted_codes(layer, small[0], norm)
     assert changed > 0 or scales == "bfloat16"
     if scales == "float16":
-        assert f"{changed} of 216 weight codes, in 1 channels, rounded anew" in str(report)
+        assert f"{changed} of 216 weight codes, in 1 channels, rounded anew" in str(
+            report
+        )
 
 
 @pytest.mark.parametrize("bits", [8, 4, (4, 3)])
@@ -394,7 +435,9 @@ def test_a_bias_too_large_for_its_scale_is_counted() -> None:
     want = outputs(model, image())
     report = folded(model)[0]
     assert "1 channels with a bias too large for their scale in int32" in str(report)
-    assert error(outputs(model, image()), want) <= 1e-4  # half a step of int32, 2e-5 seen
+    assert (
+        error(outputs(model, image()), want) <= 1e-4
+    )  # half a step of int32, 2e-5 seen
 
 
 @pytest.mark.parametrize("when", ["off", "uncalibrated"])
@@ -464,7 +507,10 @@ def test_branches_fold_each_for_itself_after_training() -> None:
     calibrate(model, [image()], progress=False)
     want = outputs(model, image())
     report = fuse_(model, image(), progress=False)
-    assert {fusion.name for fusion in report.fused} == {"1.rbr_dense.conv", "1.rbr_1x1.conv"}
+    assert {fusion.name for fusion in report.fused} == {
+        "1.rbr_dense.conv",
+        "1.rbr_1x1.conv",
+    }
     assert report.reason("1.rbr_identity") and "holds quantizers" in report.reason("1")
     assert sum(fusion.changed for fusion in report.fused) == 0
     assert error(outputs(model, image()), want) <= ROUNDING
@@ -489,7 +535,9 @@ def test_linear_layers_with_a_norm_of_features() -> None:
     assert error(outputs(model, x), want) <= ROUNDING
 
 
-def test_one_fold_that_is_refused_drops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_fold_that_is_refused_drops_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The whole model is no judge: it is shown, and refuses nothing."""
     model = two(QuantDescriptor(axis=0))
     model.a.quantize_output_(INPUT)
@@ -501,12 +549,16 @@ def test_one_fold_that_is_refused_drops_no_other(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_long_report_fits_a_screen() -> None:
-    model = nn.Sequential(*(net(QuantDescriptor(axis=0), nn.Conv2d(3, 3, 1)) for _ in range(20)))
+    model = nn.Sequential(
+        *(net(QuantDescriptor(axis=0), nn.Conv2d(3, 3, 1)) for _ in range(20))
+    )
     for pair in model[:9]:
         pair[1].train()
     report = fuse_(model, progress=False)
     shown = str(report).splitlines()
     assert len(report.fused) == 11 and len(report.refused) == 9
     assert len(shown) <= 4
-    assert "0.1, 1.1, 2.1, 3.1, 4.1, 5.1 and 3 more  refused: in training mode" in str(report)
+    assert "0.1, 1.1, 2.1, 3.1, 4.1, 5.1 and 3 more  refused: in training mode" in str(
+        report
+    )
     assert len(report.table().splitlines()) >= 21

@@ -23,7 +23,13 @@ from tests.fusion.common import (
 from tests.fusion.test_families import CASES, build
 from tests.fusion.test_registry import Two
 from torchq.errors import ConfigError, FuseError
-from torchq.fusion import ConstantPad, apply_fusion_record_, fuse_, fusion_record, register_block
+from torchq.fusion import (
+    ConstantPad,
+    apply_fusion_record_,
+    fuse_,
+    fusion_record,
+    register_block,
+)
 from torchq.fusion.blocks import BLOCKS
 from torchq.swap import quantize_, restore_
 from torchq.workflow import calibrate
@@ -31,7 +37,9 @@ from torchq.workflow import calibrate
 
 def structure(model: nn.Module) -> list[tuple[str, str, str]]:
     """Every module's path, class and arguments."""
-    found = [(path, type(m).__name__, m.extra_repr()) for path, m in model.named_modules()]
+    found = [
+        (path, type(m).__name__, m.extra_repr()) for path, m in model.named_modules()
+    ]
     return [row for row in found if not row[1].startswith("Dropout")]
 
 
@@ -48,7 +56,9 @@ IMAGE = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(3))
 
 @pytest.mark.sample(29)
 @pytest.mark.parametrize("case", CASES)
-def test_a_fresh_model_takes_the_structure_and_the_tensors_of_a_fused_one(case: str) -> None:
+def test_a_fresh_model_takes_the_structure_and_the_tensors_of_a_fused_one(
+    case: str,
+) -> None:
     fused, fresh = build(case), build(case)
     for parameter in fresh.parameters():
         nn.init.normal_(parameter)
@@ -77,7 +87,8 @@ def test_a_record_replays_in_any_mode_and_needs_no_example() -> None:
 
 def test_explicit_padding_is_replayed() -> None:
     fused, fresh = (
-        randomized(nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3, padding=1))) for _ in "ab"
+        randomized(nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3, padding=1)))
+        for _ in "ab"
     )
     assert fuse_(fused, IMAGE, constant_pad=True).applied
     apply_fusion_record_(fresh, fusion_record(fused))
@@ -119,7 +130,11 @@ def test_a_wrapper_of_torch_leaves_the_record_with_the_model_inside() -> None:
     model, fresh = small(), small()
     fuse_(nn.DataParallel(model), IMAGE)
     record = fusion_record(model)
-    assert [e.get("path", e.get("layers")) for e in record] == ["0.2", ["0.0.conv"], ["1"]]
+    assert [e.get("path", e.get("layers")) for e in record] == [
+        "0.2",
+        ["0.0.conv"],
+        ["1"],
+    ]
     apply_fusion_record_(fresh, record)
     assert same_after_loading(fresh, model)
 
@@ -145,7 +160,9 @@ def test_a_model_fused_already_is_left_alone() -> None:
 
 
 def test_the_family_of_a_user_has_to_be_registered_where_it_is_replayed() -> None:
-    register_block("two", branches=("wide", "narrow"), writes="merged_conv", bypass=("act",))(Two)
+    register_block(
+        "two", branches=("wide", "narrow"), writes="merged_conv", bypass=("act",)
+    )(Two)
     try:
         fused = nn.Sequential(Two()).eval()
         fresh = nn.Sequential(Two())
@@ -153,17 +170,26 @@ def test_the_family_of_a_user_has_to_be_registered_where_it_is_replayed() -> Non
         apply_fusion_record_(copy.deepcopy(fresh), fusion_record(fused))
     finally:
         BLOCKS.remove("two")
-    with pytest.raises(ConfigError, match="unknown block family 'two'; expected one of"):
+    with pytest.raises(
+        ConfigError, match="unknown block family 'two'; expected one of"
+    ):
         apply_fusion_record_(fresh, fusion_record(fused))
 
 
 def entry(**changes: Any) -> dict[str, Any]:
     base = {"kind": "batchnorm", "norms": ["2"], "layers": ["1"], "constant_pad": False}
-    return {key: value for key, value in {**base, **changes}.items() if value is not ...}
+    return {
+        key: value for key, value in {**base, **changes}.items() if value is not ...
+    }
 
 
 def block(**changes: Any) -> dict[str, Any]:
-    layer: dict[str, Any] = {"class": "Conv2d", "in_channels": 8, "out_channels": 8, "groups": 1}
+    layer: dict[str, Any] = {
+        "class": "Conv2d",
+        "in_channels": 8,
+        "out_channels": 8,
+        "groups": 1,
+    }
     layer |= {"kernel_size": [3, 3], "stride": [1, 1], "padding": [1, 1]} | changes
     return {"kind": "block", "path": "0.2", "family": "repvgg", "layers": [layer]}
 
@@ -177,29 +203,113 @@ def test_the_undamaged_entries_of_the_next_test_do_replay() -> None:
 DAMAGED: dict[str, tuple[Any, type[Exception], str]] = {
     "no list": ({"kind": "batchnorm"}, ConfigError, "expected a list of entries"),
     "no entry": (["batchnorm"], ConfigError, "expected an entry with 'kind'"),
-    "unknown kind": ([entry(kind="exec")], ConfigError, "got 'exec' for 'kind'; expected one of"),
-    "kind of another type": ([entry(kind=[])], ConfigError, "expected one of batchnorm, block"),
-    "missing key": ([entry(layers=...)], ConfigError, "expected an entry with the keys kind, norm"),
-    "further key": ([entry(code="x")], ConfigError, "expected an entry with the keys kind, norm"),
-    "path of another type": ([entry(norms=[2])], ConfigError, "expected a list of strings"),
+    "unknown kind": (
+        [entry(kind="exec")],
+        ConfigError,
+        "got 'exec' for 'kind'; expected one of",
+    ),
+    "kind of another type": (
+        [entry(kind=[])],
+        ConfigError,
+        "expected one of batchnorm, block",
+    ),
+    "missing key": (
+        [entry(layers=...)],
+        ConfigError,
+        "expected an entry with the keys kind, norm",
+    ),
+    "further key": (
+        [entry(code="x")],
+        ConfigError,
+        "expected an entry with the keys kind, norm",
+    ),
+    "path of another type": (
+        [entry(norms=[2])],
+        ConfigError,
+        "expected a list of strings",
+    ),
     "no path": ([entry(norms=[])], ConfigError, "expected a list of strings"),
-    "flag of another type": ([entry(constant_pad=1)], ConfigError, "expected true or false"),
-    "no such norm": ([entry(norms=["9"])], FuseError, "9: got no such module; expected a BatchN"),
-    "norm is the root": ([entry(norms=[""])], FuseError, r"\(root\): got a Sequential; expected a"),
-    "attribute, not module": ([entry(norms=["1.__class__"])], FuseError, "got no such module; exp"),
-    "no layer": ([entry(layers=["0"])], FuseError, "0: got a Sequential; expected a layer"),
-    "unknown family": ([block() | {"family": "x"}], ConfigError, "unknown block family 'x'"),
-    "another block": ([block() | {"path": "1"}], FuseError, "1: got a Conv2d; expected a repvgg b"),
-    "no layers": ([block() | {"layers": []}], ConfigError, "expected None layers|1 layers"),
-    "too many layers": ([block() | {"layers": block()["layers"] * 2}], ConfigError, "1 layers for"),
-    "layers of another type": ([block() | {"layers": 1}], ConfigError, "expected a list of layers"),
-    "unknown class": ([block(**{"class": "Sequential"})], ConfigError, "expected Linear, Conv1d"),
-    "negative channels": ([block(in_channels=-8)], ConfigError, "expected a positive whole number"),
-    "true channels": ([block(in_channels=True)], ConfigError, "expected a positive whole number"),
-    "kernel of three": ([block(kernel_size=[3])], ConfigError, "expected 2 whole numbers of at"),
+    "flag of another type": (
+        [entry(constant_pad=1)],
+        ConfigError,
+        "expected true or false",
+    ),
+    "no such norm": (
+        [entry(norms=["9"])],
+        FuseError,
+        "9: got no such module; expected a BatchN",
+    ),
+    "norm is the root": (
+        [entry(norms=[""])],
+        FuseError,
+        r"\(root\): got a Sequential; expected a",
+    ),
+    "attribute, not module": (
+        [entry(norms=["1.__class__"])],
+        FuseError,
+        "got no such module; exp",
+    ),
+    "no layer": (
+        [entry(layers=["0"])],
+        FuseError,
+        "0: got a Sequential; expected a layer",
+    ),
+    "unknown family": (
+        [block() | {"family": "x"}],
+        ConfigError,
+        "unknown block family 'x'",
+    ),
+    "another block": (
+        [block() | {"path": "1"}],
+        FuseError,
+        "1: got a Conv2d; expected a repvgg b",
+    ),
+    "no layers": (
+        [block() | {"layers": []}],
+        ConfigError,
+        "expected None layers|1 layers",
+    ),
+    "too many layers": (
+        [block() | {"layers": block()["layers"] * 2}],
+        ConfigError,
+        "1 layers for",
+    ),
+    "layers of another type": (
+        [block() | {"layers": 1}],
+        ConfigError,
+        "expected a list of layers",
+    ),
+    "unknown class": (
+        [block(**{"class": "Sequential"})],
+        ConfigError,
+        "expected Linear, Conv1d",
+    ),
+    "negative channels": (
+        [block(in_channels=-8)],
+        ConfigError,
+        "expected a positive whole number",
+    ),
+    "true channels": (
+        [block(in_channels=True)],
+        ConfigError,
+        "expected a positive whole number",
+    ),
+    "kernel of three": (
+        [block(kernel_size=[3])],
+        ConfigError,
+        "expected 2 whole numbers of at",
+    ),
     "groups": ([block(groups=3)], ConfigError, "expected a divisor of the channels"),
-    "huge kernel": ([block(kernel_size=[2**20, 2**20])], FuseError, "a layer of 70368744177664 we"),
-    "huge number": ([block(in_channels=10**30)], ConfigError, "expected a positive whole number"),
+    "huge kernel": (
+        [block(kernel_size=[2**20, 2**20])],
+        FuseError,
+        "a layer of 70368744177664 we",
+    ),
+    "huge number": (
+        [block(in_channels=10**30)],
+        ConfigError,
+        "expected a positive whole number",
+    ),
     "no JSON": ([entry(norms={1})], ConfigError, "expected JSON data"),
 }
 

@@ -46,18 +46,41 @@ def changed_in_place(m: Any, x: Tensor) -> Any:
 
 
 NO_LAYER = "not from a convolution or linear layer"
-OTHER_PADDING = "is called as a function, perhaps with another padding|its input comes from x"
+OTHER_PADDING = (
+    "is called as a function, perhaps with another padding|its input comes from x"
+)
 FORWARDS: list[tuple[str, Any]] = [
     ("conv has 2 consumers: bn, relu", two_consumers),
     ("conv is also an output of the model", graph_output),
-    ("is shared: it follows conv, other", lambda m, x: m.bn(m.conv(x)) + m.bn(m.other(x))),
-    ("its layer conv is shared: it is also", lambda m, x: m.bn(m.conv(x)) + m.conv(x + 1)),
+    (
+        "is shared: it follows conv, other",
+        lambda m, x: m.bn(m.conv(x)) + m.bn(m.other(x)),
+    ),
+    (
+        "its layer conv is shared: it is also",
+        lambda m, x: m.bn(m.conv(x)) + m.conv(x + 1),
+    ),
     ("conv has 2 consumers|its input comes from", changed_in_place),
-    (f"its input comes from relu, {NO_LAYER}", lambda m, x: m.bn(torch.relu(m.conv(x)))),
-    (f"its layer conv {READ}", lambda m, x: m.bn(m.conv(x)) + m.conv.weight.abs().mean()),
-    (f"comes from conv2d, {NO_LAYER}", lambda m, x: m.bn(F.conv2d(x, m.conv.weight, padding=1))),
-    (f"conv2d, {NO_LAYER}", lambda m, x: m.bn(F.conv2d(x, m.conv.weight, bias=m.other.bias))),
-    (OTHER_PADDING, lambda m, x: F.conv2d(m.bn(x), m.other.weight, m.other.bias, padding=1)),
+    (
+        f"its input comes from relu, {NO_LAYER}",
+        lambda m, x: m.bn(torch.relu(m.conv(x))),
+    ),
+    (
+        f"its layer conv {READ}",
+        lambda m, x: m.bn(m.conv(x)) + m.conv.weight.abs().mean(),
+    ),
+    (
+        f"comes from conv2d, {NO_LAYER}",
+        lambda m, x: m.bn(F.conv2d(x, m.conv.weight, padding=1)),
+    ),
+    (
+        f"conv2d, {NO_LAYER}",
+        lambda m, x: m.bn(F.conv2d(x, m.conv.weight, bias=m.other.bias)),
+    ),
+    (
+        OTHER_PADDING,
+        lambda m, x: F.conv2d(m.bn(x), m.other.weight, m.other.bias, padding=1),
+    ),
     (READ, lambda m, x: m.bn(m.conv(x)) - m.bn.bias.sum()),
     ("is not called in the traced or recorded forward", lambda m, x: m.conv(x)),
 ]
@@ -65,7 +88,9 @@ FORWARDS: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize(("reason", "forward"), FORWARDS)
 @pytest.mark.parametrize("traceable", [True, False], ids=["traced", "recorded"])
-def test_use_of_the_output_is_respected(reason: str, forward: Any, traceable: bool) -> None:
+def test_use_of_the_output_is_respected(
+    reason: str, forward: Any, traceable: bool
+) -> None:
     model = randomized(Net(forward if traceable else data_dependent(forward)).double())
     state, x = copied(model), image()
     report = fuse_(model, x)
@@ -128,7 +153,9 @@ def not_finite() -> nn.Sequential:
 
 def integer() -> nn.Sequential:
     model = pair()
-    model[0].weight = nn.Parameter(torch.ones(4, 4, 1, 1, dtype=torch.int8), requires_grad=False)
+    model[0].weight = nn.Parameter(
+        torch.ones(4, 4, 1, 1, dtype=torch.int8), requires_grad=False
+    )
     return model
 
 
@@ -140,7 +167,9 @@ def sparse() -> nn.Sequential:
 
 def held(container: Any) -> nn.Sequential:
     model = pair()
-    model.stages = container(enumerate(model)) if container is dict else container(model)
+    model.stages = (
+        container(enumerate(model)) if container is dict else container(model)
+    )
     return model
 
 
@@ -157,22 +186,34 @@ def pruned() -> nn.Module:
 
 MODELS = {
     "in training mode; call .eval() first": lambda: trained(pair()),
-    "keeps no running statistics": lambda: pair(norm=nn.BatchNorm2d(4, track_running_stats=False)),
-    "parametrized; call torch": lambda: pair(parametrizations.weight_norm(nn.Conv2d(4, 4, 1))),
+    "keeps no running statistics": lambda: pair(
+        norm=nn.BatchNorm2d(4, track_running_stats=False)
+    ),
+    "parametrized; call torch": lambda: pair(
+        parametrizations.weight_norm(nn.Conv2d(4, 4, 1))
+    ),
     "computes its weight (weight_norm": lambda: pair(pruned()),
     "an uninitialized weight; run the model once": lambda: pair(nn.LazyConv2d(4, 1)),
-    "its weight on the meta device; load": lambda: pair(nn.Conv2d(4, 4, 1, device="meta")),
+    "its weight on the meta device; load": lambda: pair(
+        nn.Conv2d(4, 4, 1, device="meta")
+    ),
     "has a weight stored as torch.sparse_csr; make it dense with to_d": sparse,
     "has a weight of torch.int8; expected a floating-point one": integer,
     "has a weight that is not finite": not_finite,
     "is a Rounding, whose forward may do more": lambda: pair(norm=Rounding(4)),
-    "its layer 0 has a forward hook": lambda: hooked(pair(), 0, "register_forward_hook"),
-    "has a forward pre-hook; remove it": lambda: hooked(pair(), 1, "register_forward_pre_hook"),
+    "its layer 0 has a forward hook": lambda: hooked(
+        pair(), 0, "register_forward_hook"
+    ),
+    "has a forward pre-hook; remove it": lambda: hooked(
+        pair(), 1, "register_forward_pre_hook"
+    ),
     "is also kept in the list stages, outside": lambda: held(list),
     "is also kept in the dict stages, outside": lambda: held(dict),
     "its layer 0 holds quantizers; expected the order": lambda: with_quantizer(0),
     "holds quantizers; expected the order": lambda: with_quantizer(1),
-    "dimensions of its result are unknown": lambda: pair(nn.Linear(4, 4), nn.BatchNorm1d(4)),
+    "dimensions of its result are unknown": lambda: pair(
+        nn.Linear(4, 4), nn.BatchNorm1d(4)
+    ),
     "has 4 channels, its layer 0 6": lambda: pair(nn.Conv2d(4, 6, 1)),
 }
 
@@ -198,14 +239,18 @@ def test_a_model_in_training_mode_is_an_error() -> None:
 def test_linear_and_batchnorm_on_tokens_of_the_same_number_as_features() -> None:
     model = randomized(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double())
     report = fuse_(model, image(2, 4, 4))
-    assert "is linear on a 3-d input: its features are the last axis" in report.reason("1")
+    assert "is linear on a 3-d input: its features are the last axis" in report.reason(
+        "1"
+    )
     rows = image(5, 4)
     assert fused_exactly(model, rows, rows).applied
 
 
 def test_failed_whole_model_check_leaves_everything_as_it_was() -> None:
     """The output depends on how the model is built, which only the check of the whole sees."""
-    model = randomized(Net(lambda m, x: m.bn(m.conv(x)) * (2 if type(m.bn) is nn.Identity else 1)))
+    model = randomized(
+        Net(lambda m, x: m.bn(m.conv(x)) * (2 if type(m.bn) is nn.Identity else 1))
+    )
     conv = model.conv
     norm = model.bn
     weight = model.conv.weight
@@ -225,7 +270,9 @@ def test_a_model_that_fails_without_its_batchnorm_is_left_as_it_was() -> None:
     with pytest.warns(UserWarning, match=text):
         report = fuse_(model, torch.randn(2, 4, 5, 5))
     assert not report.applied
-    assert "1 fused, 0 refused, model unchanged (comparison failed), whole" in str(report)
+    assert "1 fused, 0 refused, model unchanged (comparison failed), whole" in str(
+        report
+    )
     failure = "AttributeError: 'Identity' object has no attribute 'num_features'"
     assert f"the fused model fails ({failure})" in report.notes
     assert type(model.bn) is nn.BatchNorm2d
@@ -249,16 +296,22 @@ def test_results_in_another_order_are_the_same_results() -> None:
     note = "the outputs agree, but in another order, as after top-k or NMS with ties"
     assert note in report.notes
     swapping.swap = True
-    with pytest.warns(UserWarning, match="the fused model is off by .*; expected at most 1e-04"):
+    with pytest.warns(
+        UserWarning, match="the fused model is off by .*; expected at most 1e-04"
+    ):
         assert not fuse_(swapping, x).applied
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_scripted_models_are_an_error_and_scripted_parts_are_left_alone() -> None:
     body = randomized(pair().double())
-    with pytest.raises(FuseError, match=r"got a RecursiveScriptModule; expected a module in Pyth"):
+    with pytest.raises(
+        FuseError, match=r"got a RecursiveScriptModule; expected a module in Pyth"
+    ):
         fuse_(torch.jit.script(copy.deepcopy(body)))
-    part = torch.jit.script(nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU()).double().eval())
+    part = torch.jit.script(
+        nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU()).double().eval()
+    )
     x = image()
     assert len(fused_exactly(nn.Sequential(body, nn.ReLU(), part), x, x).fused) == 1
 
@@ -300,11 +353,15 @@ def quantizer_in(block: Any) -> None:
 
 BLOCKS = {
     "holds quantizers; expected the order fuse_, quantize_, calibrate": quantizer_in,
-    "rbr_1x1.bn is in training mode; call .eval() first": lambda block: block.rbr_1x1.bn.train(),
+    "rbr_1x1.bn is in training mode; call .eval() first": lambda block: (
+        block.rbr_1x1.bn.train()
+    ),
     "rbr_dense.conv has a forward hook; remove it first": lambda block: (
         block.rbr_dense.conv.register_forward_hook(lambda *args: None)
     ),
-    "rbr_1x1.conv is parametrized": lambda block: parametrizations.weight_norm(block.rbr_1x1.conv),
+    "rbr_1x1.conv is parametrized": lambda block: parametrizations.weight_norm(
+        block.rbr_1x1.conv
+    ),
 }
 
 
@@ -318,7 +375,9 @@ def test_blocks_are_refused_with_the_reason(reason: str) -> None:
     assert not hasattr(model[0], "rbr_reparam")
 
 
-def test_a_block_whose_forward_does_more_is_refused_with_the_size_of_the_error() -> None:
+def test_a_block_whose_forward_does_more_is_refused_with_the_size_of_the_error() -> (
+    None
+):
     class Strange(RepVGGBlock):
         def forward(self, x: Tensor) -> Any:
             return super().forward(x) + (0 if hasattr(self, "rbr_reparam") else 0.25)
@@ -327,7 +386,9 @@ def test_a_block_whose_forward_does_more_is_refused_with_the_size_of_the_error()
     x = image()
     report = fused_exactly(model, x, x)
     assert "looks like a repvgg block; merging would be off by" in report.reason("0")
-    assert len(report.fused) == 2  # two of its BatchNorms still fold into their own convolutions
+    assert (
+        len(report.fused) == 2
+    )  # two of its BatchNorms still fold into their own convolutions
     assert hasattr(model[0], "rbr_dense")
 
 
@@ -351,7 +412,12 @@ HOOKS_AROUND = {
     "output of the layer's container": (False, "body", "register_forward_hook", True),
     "input of the norm's container": (False, "post", "register_forward_pre_hook", True),
     "output of the norm's container": (False, "post", "register_forward_hook", False),
-    "input of the layer's container": (False, "body", "register_forward_pre_hook", False),
+    "input of the layer's container": (
+        False,
+        "body",
+        "register_forward_pre_hook",
+        False,
+    ),
     "output of a norm before": (True, "post", "register_forward_hook", True),
     "input of a layer behind": (True, "body", "register_forward_pre_hook", True),
 }
@@ -382,7 +448,9 @@ def test_a_forward_set_on_the_layer_object_is_not_folded_through() -> None:
     model[0].forward = lambda x: 2 * original(x)
     for verify in (True, False):
         report = fused_exactly(model, image(), verify=verify)
-        assert "its layer 0 has a forward that was set on the object" in report.reason("1")
+        assert "its layer 0 has a forward that was set on the object" in report.reason(
+            "1"
+        )
 
 
 def test_a_layer_that_cannot_run_on_one_tensor_is_refused() -> None:

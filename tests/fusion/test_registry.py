@@ -31,7 +31,9 @@ class Two(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         is_merged = hasattr(self, "merged_conv")
-        return self.act(self.merged_conv(x) if is_merged else self.wide(x) + self.narrow(x))
+        return self.act(
+            self.merged_conv(x) if is_merged else self.wide(x) + self.narrow(x)
+        )
 
 
 @pytest.mark.parametrize(
@@ -40,14 +42,23 @@ class Two(nn.Module):
     ids=["class", "predicate"],
 )
 def test_register_block(decorate: Any) -> None:
-    fields = {"branches": ("wide", "narrow"), "writes": "merged_conv", "bypass": ("act",)}
+    fields = {
+        "branches": ("wide", "narrow"),
+        "writes": "merged_conv",
+        "bypass": ("act",),
+    }
     register_block("two", **fields)(decorate)
     try:
         torch.manual_seed(0)
         model = nn.Sequential(Two()).double().eval()
         assert fused_exactly(model, image()).fused[0].kind == "two"
-        assert sorted(model.state_dict()) == ["0.merged_conv.bias", "0.merged_conv.weight"]
-        with pytest.raises(ConfigError, match="block family 'two' is registered already"):
+        assert sorted(model.state_dict()) == [
+            "0.merged_conv.bias",
+            "0.merged_conv.weight",
+        ]
+        with pytest.raises(
+            ConfigError, match="block family 'two' is registered already"
+        ):
             register_block("two")(Two)
     finally:
         BLOCKS.remove("two")
@@ -58,7 +69,9 @@ def test_register_block_wants_a_class_or_predicate() -> None:
         register_block("three")(3)
 
 
-def square(window: int, groups: int = 1, stride: int = 1, out_channels: int = 8) -> Geometry:
+def square(
+    window: int, groups: int = 1, stride: int = 1, out_channels: int = 8
+) -> Geometry:
     pads = (window // 2,) * 2
     return Geometry(4, out_channels, groups, (window,) * 2, pads, pads, (stride,) * 2)
 
@@ -66,7 +79,10 @@ def square(window: int, groups: int = 1, stride: int = 1, out_channels: int = 8)
 def linear_block(groups: int, stride: int) -> Any:
     torch.manual_seed(0)
     layers = nn.ModuleList(
-        [nn.Conv2d(4, 8, 3, stride, 1, groups=groups), nn.Conv2d(4, 8, 1, stride, groups=groups)]
+        [
+            nn.Conv2d(4, 8, 3, stride, 1, groups=groups),
+            nn.Conv2d(4, 8, 1, stride, groups=groups),
+        ]
     ).double()
     return lambda x: layers[0](x) - 0.5 * layers[1](x)
 
@@ -74,10 +90,14 @@ def linear_block(groups: int, stride: int) -> Any:
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("stride", [1, 2, 3])
-def test_both_engines_find_the_same_map(gradients: bool, groups: int, stride: int) -> None:
+def test_both_engines_find_the_same_map(
+    gradients: bool, groups: int, stride: int
+) -> None:
     function = linear_block(groups, stride)
     three = square(3, groups, stride)
-    geometry, value = extract(function, three) if gradients else collapse(function, 4, 2)
+    geometry, value = (
+        extract(function, three) if gradients else collapse(function, 4, 2)
+    )
     assert geometry == three
     for size in (9, 10, 11):
         x = torch.randn(2, 4, size, size + 1, dtype=torch.float64)
@@ -91,7 +111,9 @@ NOT_LINEAR = {
     "batch": lambda x: x + x.mean(0, keepdim=True),
     "attention": lambda x: x * torch.sigmoid(x.mean((2, 3), keepdim=True)),
     "bias then padding": lambda x: F.pad(x + 1, (1, 1, 1, 1)),
-    "two windows with padding": lambda x: F.avg_pool2d(F.avg_pool2d(x, 3, 1, 1), 3, 1, 1),
+    "two windows with padding": lambda x: F.avg_pool2d(
+        F.avg_pool2d(x, 3, 1, 1), 3, 1, 1
+    ),
     "max": lambda x: F.max_pool2d(x, 3, 1, 1),
     "flip": lambda x: x.flip(-1),
     "flatten": lambda x: x.flatten(1),
@@ -132,7 +154,9 @@ def test_what_is_one_convolution_collapses(name: str) -> None:
 
 
 def test_linear_layers_are_maps_without_window() -> None:
-    model = randomized(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double())
+    model = randomized(
+        nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+    )
     features = Geometry(4, 3, 1, (), (), (), ())
     for geometry, value in (collapse(model, 4, 0), extract(model, features)):
         x = torch.randn(5, 4, dtype=torch.float64)

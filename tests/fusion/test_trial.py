@@ -10,7 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from tests.fusion.blocks.repvgg import RepVGGBlock
-from tests.fusion.common import Net, copied, fused_exactly, image, outputs, randomized, same_state
+from tests.fusion.common import (
+    Net,
+    copied,
+    fused_exactly,
+    image,
+    outputs,
+    randomized,
+    same_state,
+)
 from tests.fusion.test_record import IMAGE, small
 from torchq.errors import ConfigError, FuseError
 from torchq.fusion import fuse_, fusion_record
@@ -85,7 +93,10 @@ def test_an_interrupted_fuse_leaves_the_model_as_it_was(
         fuse_(model, IMAGE)
     monkeypatch.undo()
     assert list(model.named_modules()) == modules
-    assert all(a is b for (_, a), (_, b) in zip(parameters, model.named_parameters(), strict=True))
+    assert all(
+        a is b
+        for (_, a), (_, b) in zip(parameters, model.named_parameters(), strict=True)
+    )
     assert same_state(model, state)
     assert fusion_record(model) == []
     assert len(fuse_(model, IMAGE).fused) == 3
@@ -120,5 +131,7 @@ def test_a_batch_with_labels_is_an_example() -> None:
         torch.manual_seed(0)
         report = fuse_(randomized(TwoInputs(outputs)), example)
         assert report.applied and report.error is not None
-    with pytest.raises(ConfigError, match="an optional argument and a label look the same"):
+    with pytest.raises(
+        ConfigError, match="an optional argument and a label look the same"
+    ):
         fuse_(randomized(Optional(outputs)), (x, labels))

@@ -97,9 +97,15 @@ SIGNATURES: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "DataParallel": (lambda: nn.DataParallel(Two()), ["?", "a", "ab", "ab", "ab"]),
     "AveragedModel": (lambda: AveragedModel(Two()), ["?", "a", "ab", "ab", "ab"]),
     "compiled": (lambda: compiled(Two()), ["?", "a", "ab", "ab", "ab"]),
-    "compiled wrapper": (lambda: compiled(nn.DataParallel(One())), ["?", "a", "a", "a", "a"]),
+    "compiled wrapper": (
+        lambda: compiled(nn.DataParallel(One())),
+        ["?", "a", "a", "a", "a"],
+    ),
     "scripted": (lambda: scripted(nn.Bilinear(2, 2, 2)), ["?", "a", "ab", "ab", "ab"]),
-    "traced by fx": (lambda: torch.fx.symbolic_trace(Two()), ["?", "a", "ab", "ab", "ab"]),
+    "traced by fx": (
+        lambda: torch.fx.symbolic_trace(Two()),
+        ["?", "a", "ab", "ab", "ab"],
+    ),
 }
 
 
@@ -113,7 +119,9 @@ def test_tuples_and_tensors(name: str, kind: type) -> None:
     for count, wanted in enumerate(expected):
         batch = kind("abcd"[:count])
         if wanted == "?":
-            with pytest.raises(ConfigError, match=rf"got a batch of {count} values; expected "):
+            with pytest.raises(
+                ConfigError, match=rf"got a batch of {count} values; expected "
+            ):
                 call_arguments(model, batch)
         else:
             assert call_arguments(model, batch) == (tuple(wanted), {})
@@ -138,7 +146,9 @@ def test_mappings_hold_keyword_arguments(kind: Any) -> None:
     batch = {"x": 1, "mask": 2}
     assert call_arguments(Optional(), kind(batch)) == ((), batch)
     assert call_arguments(OneAndOpen(), kind(batch)) == ((), batch)
-    assert call_arguments(KeywordOnly(), kind({"x": 1, "scale": 3.0}))[1]["scale"] == 3.0
+    assert (
+        call_arguments(KeywordOnly(), kind({"x": 1, "scale": 3.0}))[1]["scale"] == 3.0
+    )
 
 
 def test_unknown_keys_are_named() -> None:
@@ -150,19 +160,25 @@ def test_unknown_keys_are_named() -> None:
 def test_the_error_shows_the_signature_and_the_remedies() -> None:
     with pytest.raises(ConfigError) as caught:
         call_arguments(nn.DataParallel(Optional()), (1, 2))
-    assert str(caught.value).startswith("Optional.forward(x, mask=None): got a batch of 2 values;")
+    assert str(caught.value).startswith(
+        "Optional.forward(x, mask=None): got a batch of 2 values;"
+    )
     for part in ("{'x': batch[0]}", "forward=lambda model, batch: model(batch[0])"):
         assert part in str(caught.value)
 
 
 @pytest.mark.parametrize("batch", ["text", b"text", 3, 2.0, None, {1, 2}])
 def test_plain_data_is_refused(batch: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"got a batch of type {type(batch).__name__}; expected"):
+    with pytest.raises(
+        ConfigError, match=rf"got a batch of type {type(batch).__name__}; expected"
+    ):
         call_arguments(One(), batch)
 
 
 def test_a_forward_of_the_users_own_decides() -> None:
-    assert call_model(One(), "text", forward=lambda model, batch: model(batch)) == "text"
+    assert (
+        call_model(One(), "text", forward=lambda model, batch: model(batch)) == "text"
+    )
 
 
 def test_tensors_are_moved_wherever_they_are() -> None:
@@ -197,7 +213,10 @@ class Layer(nn.Module):
 @pytest.mark.parametrize(
     ("batch", "text"),
     [
-        (X.numpy(), r"got a batch of ndarray, without a tensor; expected one. Convert arrays with"),
+        (
+            X.numpy(),
+            r"got a batch of ndarray, without a tensor; expected one. Convert arrays with",
+        ),
         ({"x": X.numpy()}, r"Layer.forward\(x\): got a batch of ndarray, without"),
         ((3, 1), "got a batch of int, without a tensor; expected one. Pass tensors"),
     ],

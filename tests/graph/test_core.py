@@ -124,4 +124,8 @@ def test_tensors_in_nested_values():
     a = torch.zeros(1)
     b = torch.ones(1)
     c = torch.ones(2)
-    assert [id(t) for t in tensors_in([a, {"k": (b, 3)}, Output(c)])] == [id(a), id(b), id(c)]
+    assert [id(t) for t in tensors_in([a, {"k": (b, 3)}, Output(c)])] == [
+        id(a),
+        id(b),
+        id(c),
+    ]

@@ -101,7 +101,9 @@ def test_shapes_and_types_are_attributes(model: Net) -> None:
 
 def test_conditions_are_checked(model: Net) -> None:
     module = Graph(model, X).module
-    with pytest.raises(GraphError, match=r"lacks 'example'. Pass it: Graph\(model, example"):
+    with pytest.raises(
+        GraphError, match=r"lacks 'example'. Pass it: Graph\(model, example"
+    ):
         Graph(module).apply("infer_shape")
     PASSES.add("needs", GraphPass("needs", lambda graph: graph, requires=("shape",)))
     PASSES.add("breaks", GraphPass("breaks", lambda graph: graph, provides=("memory",)))
@@ -149,7 +151,10 @@ def test_forms_of_text(model: Net) -> None:
     assert data["attrs"] == {"title": "net", "note": {"conv": "torch.float32"}}
     assert data["nodes"][data["heads"][0]]["op"] == "add"
     lines = graph.ir().splitlines()
-    assert lines[0] == "Graph(%x) {" and lines[-1] == "attributes = ['example', 'note', 'title']"
+    assert (
+        lines[0] == "Graph(%x) {"
+        and lines[-1] == "attributes = ['example', 'note', 'title']"
+    )
 
 
 class InPlace(nn.Module):
@@ -192,7 +197,9 @@ def test_a_pass_that_computes_something_else_is_refused(model: Net) -> None:
         module = fx.GraphModule(graph.module, copy.deepcopy(graph.module.graph))
         output = module.graph.output_node()
         with module.graph.inserting_before(output):
-            output.args = (module.graph.call_function(torch.mul, (output.args[0], 1.01)),)
+            output.args = (
+                module.graph.call_function(torch.mul, (output.args[0], 1.01)),
+            )
         return graph.with_module(fx.GraphModule(module, module.graph))
 
     def lossy(graph: Graph) -> Graph:

@@ -38,7 +38,9 @@ def test_parts_of_a_known_number(cut) -> None:
     assert torch.equal(trace_modules(model)(IMAGE), model(IMAGE))
 
 
-@pytest.mark.parametrize("cut", [lambda x: x.split(2, 1), lambda x: x.unbind(1), lambda x: x])
+@pytest.mark.parametrize(
+    "cut", [lambda x: x.split(2, 1), lambda x: x.unbind(1), lambda x: x]
+)
 def test_parts_of_an_unknown_number_are_refused(cut) -> None:
     with pytest.raises(fx.proxy.TraceError, match="cannot be iterated"):
         ForwardTracer().trace(Parts(cut))
@@ -73,7 +75,12 @@ def test_tracing_gives_buffers_and_containers_back() -> None:
 
 class Options(nn.Module):
     def forward(
-        self, x: Tensor, mask: Tensor | None = None, *, scale: float = 2.0, **rest: Tensor
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        *,
+        scale: float = 2.0,
+        **rest: Tensor,
     ) -> Tensor:
         return x * scale if mask is None else x * mask
 
@@ -115,7 +122,9 @@ def test_models_that_fx_cannot_follow_become_operators() -> None:
         and "Sizes are those of the example" in found.lost[1]
     )
     assert model.training and model.norm.training
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(
+        torch.equal(value, before[key]) for key, value in model.state_dict().items()
+    )
     runner = GraphRunner(found.graph_module)
     model.eval()
     with torch.no_grad():
@@ -156,7 +165,9 @@ def test_models_that_nothing_can_trace_are_refused() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x + 1 if x.sum().item() > 0 else x
 
-    with pytest.raises(GraphError, match=r"trace: got a Untraceable that torch.fx cannot follow"):
+    with pytest.raises(
+        GraphError, match=r"trace: got a Untraceable that torch.fx cannot follow"
+    ):
         trace(Untraceable(), X)
 
 

@@ -10,7 +10,14 @@ from torch import Tensor, nn
 
 import torchq
 from torchq.errors import ConfigError
-from torchq.graph import KINDS, OPERATORS, Operator, effects_of, operator_named, operator_of
+from torchq.graph import (
+    KINDS,
+    OPERATORS,
+    Operator,
+    effects_of,
+    operator_named,
+    operator_of,
+)
 from torchq.graph.operators import add_operator
 
 X = torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(0))
@@ -67,7 +74,9 @@ def test_maximum_is_quantized_for_runtimes_that_take_it(tmp_path: Path) -> None:
     assert torch.equal(first(a, b), wanted)
     torchq.save(model, tmp_path / "m.pt")
     assert torch.equal(torchq.load(Maxout().eval(), tmp_path / "m.pt")(X), model(X))
-    assert not hasattr(quantized("onnxruntime"), "quant_maximum")  # its kernel is a float one
+    assert not hasattr(
+        quantized("onnxruntime"), "quant_maximum"
+    )  # its kernel is a float one
 
 
 @pytest.mark.eight_bit_products
@@ -79,7 +88,9 @@ def test_a_deployed_maximum_computes_what_was_simulated() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamo", [False, True])
-def test_a_file_holds_the_maximum_between_quantizers(dynamo: bool, tmp_path: Path) -> None:
+def test_a_file_holds_the_maximum_between_quantizers(
+    dynamo: bool, tmp_path: Path
+) -> None:
     onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")
     model = quantized("qnn")
@@ -87,7 +98,9 @@ def test_a_file_holds_the_maximum_between_quantizers(dynamo: bool, tmp_path: Pat
     torchq.export_onnx(model, X, path, target="qnn", dynamo=dynamo, progress=False)
     nodes = onnx.load(path).graph.node
     made_by = {output: node.op_type for node in nodes for output in node.output}
-    inputs = [made_by[name] for node in nodes if node.op_type == "Max" for name in node.input]
+    inputs = [
+        made_by[name] for node in nodes if node.op_type == "Max" for name in node.input
+    ]
     assert inputs == ["DequantizeLinear"] * 4
     assert torchq.verify_onnx(model, path, [X]).ok
 

@@ -68,13 +68,17 @@ def test_networks_give_the_values_of_the_eager_model(name: str) -> None:
         expected = model(x.clone())
     assert found.level == "module"
     assert torch.equal(runner.run(x), expected)
-    names = [n.name for n in found.graph_module.graph.nodes if n.op == "call_module"][:12]
+    names = [n.name for n in found.graph_module.graph.nodes if n.op == "call_module"][
+        :12
+    ]
     together = runner.run(x, outputs=names)
     alone = [runner.run(x, outputs=name) for name in names]
     assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
 
 
-def test_the_structure_of_the_result_is_that_of_the_model(net: Net, runner: GraphRunner) -> None:
+def test_the_structure_of_the_result_is_that_of_the_model(
+    net: Net, runner: GraphRunner
+) -> None:
     expected = net(X)
     found = runner.run(X)
     assert list(found) == ["logits", "features"]
@@ -82,7 +86,9 @@ def test_the_structure_of_the_result_is_that_of_the_model(net: Net, runner: Grap
 
 
 @pytest.mark.parametrize("inputs", [X, (X,), [X], {"x": X}])
-def test_inputs_are_a_tensor_a_sequence_or_a_mapping(runner: GraphRunner, inputs) -> None:
+def test_inputs_are_a_tensor_a_sequence_or_a_mapping(
+    runner: GraphRunner, inputs
+) -> None:
     assert torch.equal(runner.run(inputs, outputs="head"), runner.run(X)["logits"])
 
 
@@ -104,12 +110,16 @@ def test_a_value_is_that_of_its_node_whatever_else_is_asked_for(
 def test_values_behind_a_quantizer_that_is_off_are_not_overwritten() -> None:
     off = torchq.TensorQuantizer(torchq.QuantDescriptor())
     off.mode = "off"
-    model = nn.Sequential(nn.Linear(12, 4), off, nn.Flatten(), nn.ReLU(inplace=True)).eval()
+    model = nn.Sequential(
+        nn.Linear(12, 4), off, nn.Flatten(), nn.ReLU(inplace=True)
+    ).eval()
     runner = GraphRunner(trace(model, X).graph_module)
     assert torch.equal(runner.run(X, outputs=["0", "3"])[0], model[0](X))
 
 
-def test_given_values_replace_nodes_and_are_not_overwritten(net: Net, runner: GraphRunner) -> None:
+def test_given_values_replace_nodes_and_are_not_overwritten(
+    net: Net, runner: GraphRunner
+) -> None:
     value = torch.linspace(-1, 1, 24).reshape(2, 12)
     before = value.clone()
     got = runner.run({"x": X, "one.first": value}, outputs="one")
@@ -144,8 +154,12 @@ class ItemAssigning(nn.Module):
         return y.sin()
 
 
-@pytest.mark.parametrize(("cls", "level"), [(InPlace, "module"), (ItemAssigning, "aten")])
-def test_statements_that_overwrite_run_before_their_value_is_read(cls, level: str) -> None:
+@pytest.mark.parametrize(
+    ("cls", "level"), [(InPlace, "module"), (ItemAssigning, "aten")]
+)
+def test_statements_that_overwrite_run_before_their_value_is_read(
+    cls, level: str
+) -> None:
     found = trace(cls(), X)
     runner = GraphRunner(found.graph_module)
     assert found.level == level
@@ -170,7 +184,10 @@ def test_hooks_see_and_replace(net: Net, runner: GraphRunner) -> None:
     seen: list[Tensor] = []
     hooks = {
         "one": lambda value: seen.append(value.clone()),
-        "head": (lambda args, kwargs: ((args[0] * 0,), kwargs), lambda value: value + 1),
+        "head": (
+            lambda args, kwargs: ((args[0] * 0,), kwargs),
+            lambda value: value + 1,
+        ),
         "two.first": (lambda args, kwargs: None, None),
     }
     got = runner.run(X, outputs="head", hooks=hooks)
@@ -194,7 +211,9 @@ def test_threads_share_a_runner(net: Net, runner: GraphRunner) -> None:
             barrier.wait(10)
 
         for _ in range(10):
-            found[factor].append(runner.run(X * factor, outputs="head", hooks={"one.second": meet}))
+            found[factor].append(
+                runner.run(X * factor, outputs="head", hooks={"one.second": meet})
+            )
 
     threads = [threading.Thread(target=work, args=(factor,)) for factor in found]
     for thread in threads:
@@ -244,7 +263,9 @@ def test_values_are_freed_after_an_error() -> None:
     with pytest.raises(GraphError, match="reshape") as caught:
         runner.run(X[:, :5], outputs=["sin_2", "reshape"], hooks=found["hooks"])
     held = [ref() is not None for ref in alive]
-    assert held[:-1] == [False] * 5  # the traceback holds the arguments of the node that failed
+    assert (
+        held[:-1] == [False] * 5
+    )  # the traceback holds the arguments of the node that failed
     del caught
     gc.collect()
     assert [ref() for ref in alive] == [None] * 6
@@ -258,13 +279,17 @@ def test_a_range_runs_on_values_of_its_border(net: Net, runner: GraphRunner) -> 
     value = runner.run(X, outputs=border)
     assert torch.equal(value, net.one(X))
     assert torch.equal(runner.run_range("two", "head", value), net(X)["logits"])
-    assert torch.equal(runner.run_range("two", "head", {border: value}), net(X)["logits"])
+    assert torch.equal(
+        runner.run_range("two", "head", {border: value}), net(X)["logits"]
+    )
 
 
 def test_figures_of_nodes(net: Net, runner: GraphRunner) -> None:
     found = runner.trace_meta(X)
     assert list(found) == list(runner.node_names)[: len(found)]
-    assert found["head"] == NodeMeta("head", (2, 3), torch.float32, 2 * 3 * 4, 2 * 2 * 12 * 3)
+    assert found["head"] == NodeMeta(
+        "head", (2, 3), torch.float32, 2 * 3 * 4, 2 * 2 * 12 * 3
+    )
     assert found["add"] == NodeMeta("one", (2, 12), torch.float32, 2 * 12 * 4, 0)
     assert found["x"].operations == 0 and found["x"].shape == (2, 12)
 
@@ -284,11 +309,20 @@ class Repeated(nn.Module):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"outputs": ["one.frist"]}, r"run: outputs: got 'one.frist'; expected .*one\.first"),
+        (
+            {"outputs": ["one.frist"]},
+            r"run: outputs: got 'one.frist'; expected .*one\.first",
+        ),
         ({"outputs": "hed"}, r"outputs: got 'hed'; .* Close names: .*head"),
         ({"hooks": {"two.ackt": print}}, r"run: hooks: got 'two.ackt'; .*two\.act"),
-        ({"hooks": {"head": 3}}, r"hooks: got 3 for 'head'; expected a function, or a pair"),
-        ({"hooks": {"one": print, "add": print}}, r"hooks: got two entries for node 'add'"),
+        (
+            {"hooks": {"head": 3}},
+            r"hooks: got 3 for 'head'; expected a function, or a pair",
+        ),
+        (
+            {"hooks": {"one": print, "add": print}},
+            r"hooks: got two entries for node 'add'",
+        ),
         ({"inputs": {"xx": X}}, r"run: inputs: got 'xx'; .* Close names: .*x"),
         ({"inputs": {"one": X, "add": X}}, r"inputs: got two entries for node 'add'"),
         ({"inputs": {}}, r"run: inputs: got no value for x\. Give them"),
@@ -310,7 +344,9 @@ def test_paths_of_several_values_are_refused() -> None:
 
 
 def test_wrong_ranges_are_named(runner: GraphRunner) -> None:
-    with pytest.raises(ConfigError, match=r"from 'head' to 'one', whose end comes before"):
+    with pytest.raises(
+        ConfigError, match=r"from 'head' to 'one', whose end comes before"
+    ):
         runner.run_range("head", "one", X)
     with pytest.raises(ConfigError, match=r"run_range: inputs: got no value for add\."):
         runner.run_range("two", "head", {"x": X})
@@ -321,11 +357,19 @@ def test_a_failing_node_is_named_with_its_module_and_line(runner: GraphRunner) -
         runner.run(X[:, :7])
     text = str(caught.value)
     assert text.startswith('one.first (node one_first), File "')
-    assert "test_runner.py" in text and "return x + self.second(self.act(self.first(x)))" in text
-    assert "got RuntimeError: " in text and "mat1 and mat2 shapes cannot be multiplied" in text
+    assert (
+        "test_runner.py" in text
+        and "return x + self.second(self.act(self.first(x)))" in text
+    )
+    assert (
+        "got RuntimeError: " in text
+        and "mat1 and mat2 shapes cannot be multiplied" in text
+    )
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
 def test_a_wrong_pre_hook_is_named(runner: GraphRunner) -> None:
-    with pytest.raises(GraphError, match=r"^head \(node head\).* pre hook returned a Tensor; exp"):
+    with pytest.raises(
+        GraphError, match=r"^head \(node head\).* pre hook returned a Tensor; exp"
+    ):
         runner.run(X, hooks={"head": (lambda args, kwargs: args[0], None)})

@@ -25,7 +25,9 @@ def recipe() -> torchq.QuantConfig:
     return torchq.recipes.int8(reduce_range=BITS == 7)
 
 
-def calibrated(model: nn.Module, x: Tensor, config: torchq.QuantConfig | None = None) -> nn.Module:
+def calibrated(
+    model: nn.Module, x: Tensor, config: torchq.QuantConfig | None = None
+) -> nn.Module:
     """``model`` quantized and calibrated on ``x``, in eval mode."""
     torchq.quantize_(model.eval(), config or recipe())
     torchq.calibrate(model, [x], progress=False)
@@ -36,7 +38,9 @@ def sqnr(got: Tensor, expected: Tensor) -> float:
     """Signal to error in dB, infinite for equality."""
     error = (got.double() - expected.double()).square().sum().item()
     return (
-        math.inf if error == 0 else 10 * math.log10(expected.double().square().sum().item() / error)
+        math.inf
+        if error == 0
+        else 10 * math.log10(expected.double().square().sum().item() / error)
     )
 
 

@@ -22,24 +22,33 @@ from tests.nn.test_attention import (
 from torchq.lowering import DeployedMultiheadAttention, DynamicInt8Linear, Int8Linear
 
 D = torchq.QuantDescriptor
-NESTED = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+NESTED = pytest.mark.filterwarnings(
+    "ignore:The PyTorch API of nested tensors:UserWarning"
+)
 
 
-def calibrated(model: nn.Module, *inputs: Any, products: bool = False, **descriptors: Any) -> Any:
+def calibrated(
+    model: nn.Module, *inputs: Any, products: bool = False, **descriptors: Any
+) -> Any:
     """``model`` with its attention quantized and calibrated on one call."""
     rule = torchq.Rule(
-        nn.MultiheadAttention, **(descriptors or {"input": D(), "weight": D(BITS, axis=0)})
+        nn.MultiheadAttention,
+        **(descriptors or {"input": D(), "weight": D(BITS, axis=0)}),
     )
     torchq.quantize_(model.eval(), torchq.QuantConfig((rule,)))
     if products:
         quantize_products(model)
-    torchq.calibrate(model, [inputs], forward=lambda module, given: module(*given), progress=False)
+    torchq.calibrate(
+        model, [inputs], forward=lambda module, given: module(*given), progress=False
+    )
     return model
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("masks", MASKS, ids=range(len(MASKS)))
-def test_the_layer_equals_its_simulation(options: dict[str, Any], masks: dict[str, Any]) -> None:
+def test_the_layer_equals_its_simulation(
+    options: dict[str, Any], masks: dict[str, Any]
+) -> None:
     torch.manual_seed(0)
     module = attention(**options)
     inputs = tokens(module)
@@ -47,7 +56,9 @@ def test_the_layer_equals_its_simulation(options: dict[str, Any], masks: dict[st
     int8 = torchq.deploy(model)
     assert isinstance(int8, DeployedMultiheadAttention)
     wide = {
-        name: mask.double() if isinstance(mask, Tensor) and mask.dtype is torch.float32 else mask
+        name: mask.double()
+        if isinstance(mask, Tensor) and mask.dtype is torch.float32
+        else mask
         for name, mask in masks.items()
     }
     expected = copy.deepcopy(model).double()(*(x.double() for x in inputs), **wide)
@@ -66,7 +77,10 @@ def test_the_layer_equals_its_simulation(options: dict[str, Any], masks: dict[st
 @pytest.mark.parametrize(
     ("descriptors", "kind"),
     [
-        ({"input": D(axis=(0, 1), dynamic=True), "weight": D(BITS, axis=0)}, DynamicInt8Linear),
+        (
+            {"input": D(axis=(0, 1), dynamic=True), "weight": D(BITS, axis=0)},
+            DynamicInt8Linear,
+        ),
         ({"input": D(), "weight": D(BITS)}, Int8Linear),
     ],
     ids=str,
@@ -90,11 +104,15 @@ def test_projections_are_lowered_and_products_simulated(
 
 def test_what_has_no_kernel_keeps_simulating_and_says_why() -> None:
     x = torch.randn(2, 5, 12)
-    model = calibrated(attention(batch_first=True), x, x, x, input=D(16), weight=D(BITS, axis=0))
+    model = calibrated(
+        attention(batch_first=True), x, x, x, input=D(16), weight=D(BITS, axis=0)
+    )
     int8 = torchq.deploy(model)
     assert torch.equal(int8(x, x, x)[0], model(x, x, x)[0])
     (row,) = torchq.summary(int8).layers
-    assert row.note == "projection of the query: format int16 has no 8-bit integer kernel"
+    assert (
+        row.note == "projection of the query: format int16 has no 8-bit integer kernel"
+    )
 
 
 @NESTED
@@ -141,7 +159,11 @@ def test_empty_and_bad_inputs() -> None:
     int8 = torchq.deploy(calibrated(attention(batch_first=True), x, x, x))
     assert int8(*[torch.randn(0, 4, 12)] * 3)[0].shape == (0, 4, 12)
     nested = torch.nested.nested_tensor([torch.randn(3, 12), torch.randn(2, 12)])
-    with pytest.raises(torchq.errors.QuantizationError, match="got a nested tensor; expected a"):
+    with pytest.raises(
+        torchq.errors.QuantizationError, match="got a nested tensor; expected a"
+    ):
         int8(nested, nested, nested)
-    with pytest.raises(torchq.errors.QuantizationError, match="got is_causal without attn_mask"):
+    with pytest.raises(
+        torchq.errors.QuantizationError, match="got is_causal without attn_mask"
+    ):
         int8(x, x, x, is_causal=True)

@@ -41,7 +41,9 @@ def test_code_that_reads_the_weight_sees_floating_point(dtype: torch.dtype) -> N
     assert isinstance(layer, Int8Conv) and isinstance(int8.head, Int8Linear)
     assert layer.weight.dtype is dtype and layer.weight_codes.dtype is torch.int8
     # Equal but for the rounding of code * scale to the dtype, which the simulation does once too.
-    assert torch.equal(layer.weight, model.projection.weight_quantizer(model.projection.weight))
+    assert torch.equal(
+        layer.weight, model.projection.weight_quantizer(model.projection.weight)
+    )
     assert sqnr(int8(x).float(), model(x).float()) > (
         40 if dtype is torch.float32 else 30
     )  # bf16 itself rounds to 8 bits
@@ -63,7 +65,9 @@ def test_a_layer_with_a_hook_keeps_it_and_simulates() -> None:
     int8 = torchq.deploy(model)
     int8(X)
     assert seen == [1]
-    assert isinstance(int8.projection, Int8Conv) and isinstance(int8.head, torchq.nn.QuantLinear)
+    assert isinstance(int8.projection, Int8Conv) and isinstance(
+        int8.head, torchq.nn.QuantLinear
+    )
     assert "it has a forward hook" in str(torchq.summary(int8))
 
 
@@ -77,7 +81,9 @@ HOOKS: dict[str, Callable[[nn.Module], Any]] = {
     "weight_norm": weight_norm,
     "spectral_norm": spectral_norm,
     "prune": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
-    "prune twice": lambda layer: [prune.random_unstructured(layer, "weight", 0.3) for _ in "ab"],
+    "prune twice": lambda layer: [
+        prune.random_unstructured(layer, "weight", 0.3) for _ in "ab"
+    ],
     "prune the bias": lambda layer: prune.l1_unstructured(layer, "bias", 0.5),
     "own hook": lambda layer: double_before_calls(layer),
 }
@@ -96,7 +102,9 @@ def double(layer: nn.Module, args: Any) -> None:
 
 
 def config(input: torchq.QuantDescriptor) -> torchq.QuantConfig:
-    return torchq.recipes.int8().with_rules(torchq.Rule(nn.Conv2d, input=input, weight=WEIGHT))
+    return torchq.recipes.int8().with_rules(
+        torchq.Rule(nn.Conv2d, input=input, weight=WEIGHT)
+    )
 
 
 @pytest.mark.parametrize("hook", HOOKS)

@@ -47,7 +47,9 @@ def quantized(model: nn.Module, x: Tensor) -> nn.Module:
 
 
 def kernels(model: nn.Module) -> list[str]:
-    return [row.layer for row in torchq.summary(model).layers if row.kernel != "simulated"]
+    return [
+        row.layer for row in torchq.summary(model).layers if row.kernel != "simulated"
+    ]
 
 
 def assert_agree(deployed: nn.Module, model: nn.Module, x: Tensor) -> None:
@@ -61,7 +63,9 @@ def test_calls_have_kernels_or_a_note_why_not() -> None:
     model = quantized(Products(), X)
     deployed = torchq.deploy(model, X)
     assert kernels(deployed) == ["Int8Linear"] * 2
-    notes = {row.note for row in torchq.summary(deployed).layers if row.kernel == "simulated"}
+    notes = {
+        row.note for row in torchq.summary(deployed).layers if row.kernel == "simulated"
+    }
     assert notes == {
         "its call of addmm has no integer kernel: kernels compute linear layers and convolutions"
     }
@@ -129,7 +133,9 @@ class Operators(nn.Module):
 
 
 @pytest.mark.parametrize("example", [X, None])
-def test_a_trace_does_not_lose_the_quantization_of_operators(example: Tensor | None) -> None:
+def test_a_trace_does_not_lose_the_quantization_of_operators(
+    example: Tensor | None,
+) -> None:
     torch.manual_seed(0)
     model = quantized(nn.Sequential(nn.Linear(8, 8), Operators(), nn.Linear(4, 4)), X)
     deployed = torchq.deploy(model, example)

@@ -35,7 +35,13 @@ def test_an_example_shows_a_trace_that_went_wrong(images: Tensor) -> None:
         r". Given the inputs .*. Pass target=torchq.runtimes.Torch\(fuse=False\)",
     ):
         torchq.deploy(model, images)
-    assert sqnr(torchq.deploy(model, images, target=Torch(fuse=False))(images), model(images)) > 40
+    assert (
+        sqnr(
+            torchq.deploy(model, images, target=Torch(fuse=False))(images),
+            model(images),
+        )
+        > 40
+    )
 
 
 class Failing(Evasive):
@@ -46,7 +52,9 @@ class Failing(Evasive):
         return y if type(x) is Tensor else y.missing()  # type: ignore[operator]
 
 
-def test_a_trace_that_cannot_run_is_an_error_that_says_what_helps(images: Tensor) -> None:
+def test_a_trace_that_cannot_run_is_an_error_that_says_what_helps(
+    images: Tensor,
+) -> None:
     model = calibrated(Failing(), images)
     text = r"the deployed model raises AttributeError: .*missing.*Pass target=.*\(fuse=False\)"
     with pytest.raises(torchq.errors.ExportError, match=text):
@@ -65,7 +73,9 @@ def test_a_gain_is_an_error_however_few_the_bits(images: Tensor) -> None:
     simulated(
         coarse,
         [images],
-        torchq.QuantConfig((torchq.Rule("*", input=torchq.QuantDescriptor(8), weight=weight),)),
+        torchq.QuantConfig(
+            (torchq.Rule("*", input=torchq.QuantDescriptor(8), weight=weight),)
+        ),
     )
     with pytest.raises(torchq.errors.ExportError, match=text):
         torchq.deploy(coarse, images)
@@ -111,7 +121,9 @@ def amplifying(flipped: int) -> tuple[nn.Module, Tensor]:
 
 def test_a_tie_that_the_model_amplifies_is_no_error() -> None:
     model, x = amplifying(1)
-    with pytest.warns(UserWarning, match="every layer agrees when given the same input") as warned:
+    with pytest.warns(
+        UserWarning, match="every layer agrees when given the same input"
+    ) as warned:
         int8 = torchq.deploy(model, x)
     assert warned[0].filename == __file__
     assert not torch.allclose(int8(x), model(x), rtol=0.5)

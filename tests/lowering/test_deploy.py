@@ -29,7 +29,8 @@ def images() -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "activation", [nn.ReLU, nn.ReLU6, nn.Hardtanh, nn.Hardswish, nn.SiLU, nn.GELU, nn.Sigmoid]
+    "activation",
+    [nn.ReLU, nn.ReLU6, nn.Hardtanh, nn.Hardswish, nn.SiLU, nn.GELU, nn.Sigmoid],
 )
 @pytest.mark.parametrize("fuse", [False, True])
 def test_a_network_agrees_with_its_simulation(
@@ -42,7 +43,9 @@ def test_a_network_agrees_with_its_simulation(
     assert sqnr(int8(images), model(images)) > 40
     assert all(
         torch.equal(a, b)
-        for a, b in zip(model.state_dict().values(), before.state_dict().values(), strict=True)
+        for a, b in zip(
+            model.state_dict().values(), before.state_dict().values(), strict=True
+        )
     )
     assert type(model.stem) is torchq.nn.QuantConv2d
 
@@ -107,13 +110,17 @@ def test_hooks_keep_layers_apart(images: Tensor) -> None:
 def test_threads(images: Tensor) -> None:
     int8 = copy.deepcopy(deployed(Residual(), images))  # nothing packed yet
     results: list[Tensor] = []
-    threads = [threading.Thread(target=lambda: results.append(int8(images))) for _ in range(8)]
+    threads = [
+        threading.Thread(target=lambda: results.append(int8(images))) for _ in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     expected = int8(images)
-    assert len(results) == 8 and all(torch.equal(result, expected) for result in results)
+    assert len(results) == 8 and all(
+        torch.equal(result, expected) for result in results
+    )
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 9])
@@ -135,7 +142,9 @@ def exported(model: nn.Module, x: Tensor) -> object:
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated")
 @pytest.mark.parametrize("record", [compiled, exported, torch.jit.trace])
-def test_what_records_calls_is_refused(images: Tensor, record: Callable[..., object]) -> None:
+def test_what_records_calls_is_refused(
+    images: Tensor, record: Callable[..., object]
+) -> None:
     int8 = deployed(Residual(), images)
     text = "got a deployed model inside torch.compile, torch.export or torch.jit.trace; expected a"
     with pytest.raises(torchq.errors.ExportError, match=text):
@@ -163,12 +172,18 @@ def test_uncalibrated_quantizers_are_named() -> None:
 
 @pytest.mark.parametrize("target", ["tensorrt", "openvino", "onnxruntime"])
 def test_quantizers_placed_for_a_runtime(images: Tensor, target: str) -> None:
-    model = simulated(nn.Sequential(Residual()).eval(), [images], recipe(), target=target)
+    model = simulated(
+        nn.Sequential(Residual()).eval(), [images], recipe(), target=target
+    )
     int8 = torchq.deploy(model, images, target="torch")
     assert sqnr(int8(images), model(images)) > 40
     if target == "tensorrt":  # the shortcut alone is quantized, as the kernels want it
         assert (
-            sum(m.residual_qparams is not None for m in int8.modules() if isinstance(m, Int8Conv))
+            sum(
+                m.residual_qparams is not None
+                for m in int8.modules()
+                if isinstance(m, Int8Conv)
+            )
             == 1
         )
         assert kinds(int8, Dequantize) <= 1

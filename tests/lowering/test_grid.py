@@ -38,13 +38,17 @@ def check_codes(quantizer: TensorQuantizer, *beyond: float) -> ByteQParams:
     near = [(codes + offset) * qparams.scale for offset in (0.0, 0.3, -0.3, 0.5)]
     x = torch.cat([*near, torch.tensor(beyond)])
     found = qparams.quantize(x)
-    assert found.dtype is torch.uint8 and torch.equal(qparams.dequantize(found), quantizer(x))
+    assert found.dtype is torch.uint8 and torch.equal(
+        qparams.dequantize(found), quantizer(x)
+    )
     return qparams
 
 
 @pytest.mark.parametrize("descriptor", DESCRIPTORS, ids=str)
 @pytest.mark.parametrize("amax", [1.0, 0.37, 3.515625, 250.0, 2.0**-24])
-def test_codes_are_those_of_the_simulation(descriptor: QuantDescriptor, amax: float) -> None:
+def test_codes_are_those_of_the_simulation(
+    descriptor: QuantDescriptor, amax: float
+) -> None:
     quantizer = TensorQuantizer(descriptor)
     quantizer.set_amax(amax)
     check_codes(quantizer, *((-torch.inf, torch.inf) if amax > 2.0**-24 else ()))
@@ -63,7 +67,15 @@ def test_dead_ranges_are_exact_zeros() -> None:
 
 
 @pytest.mark.parametrize(
-    "bounds", [(0.0, float("inf")), (0.0, 6.0), (-1.0, 1.0), (0.25, 0.5), (2.0, 1e9), (-1e9, -2.0)]
+    "bounds",
+    [
+        (0.0, float("inf")),
+        (0.0, 6.0),
+        (-1.0, 1.0),
+        (0.25, 0.5),
+        (2.0, 1e9),
+        (-1e9, -2.0),
+    ],
 )
 @pytest.mark.parametrize("keep_zero", [False, True])
 def test_clamping_before_and_after_rounding_agree(
@@ -102,7 +114,9 @@ def quantized(generator: torch.Generator, **fields: Any) -> nn.Module:
     model = net()
     input = QuantDescriptor(**{"symmetric": False, **fields})
     weight = QuantDescriptor(axis=0, power_of_two=bool(fields.get("power_of_two")))
-    rules = [Rule(f"type:{t}", input=input, weight=weight) for t in ("Conv2d", "Linear")]
+    rules = [
+        Rule(f"type:{t}", input=input, weight=weight) for t in ("Conv2d", "Linear")
+    ]
     return simulated(model, [images(generator)], QuantConfig(tuple(rules)))
 
 
@@ -171,10 +185,17 @@ def test_one_code_in_1e5_differs_by_one(
     x = torch.randn(32, 3, 48, 48)
     if network is Residual:
         torchq.fuse_(model, x)
-    simulated(model, [x], torchq.recipes.integer(BITS, 8, unsigned=unsigned), target="tensorrt")
+    simulated(
+        model,
+        [x],
+        torchq.recipes.integer(BITS, 8, unsigned=unsigned),
+        target="tensorrt",
+    )
     int8 = torchq.deploy(model, target="torch")
     assert share_off(int8, model, x) <= most
     # The order matters: a bias that is a tenth of a code off is seen in the layer behind it.
-    layers = [m for m in int8.modules() if isinstance(m, Int8Layer) and m.output_qparams]
+    layers = [
+        m for m in int8.modules() if isinstance(m, Int8Layer) and m.output_qparams
+    ]
     layers[0].bias = layers[0].bias + 0.1 * layers[0].output_qparams.scale
     assert share_off(int8, model, x) > 100 * most

@@ -85,8 +85,12 @@ class Reset(Base):
         return y
 
 
-@pytest.mark.parametrize("cls", [Method, Module, Assigned, Slice, Out, State, Stored, Reset])
-def test_deployed_forwards_overwrite_and_keep_what_the_simulation_does(cls: type[Base]) -> None:
+@pytest.mark.parametrize(
+    "cls", [Method, Module, Assigned, Slice, Out, State, Stored, Reset]
+)
+def test_deployed_forwards_overwrite_and_keep_what_the_simulation_does(
+    cls: type[Base],
+) -> None:
     torch.manual_seed(0)
     model = cls().eval()
     torchq.quantize_(model, recipe(), progress=False)
@@ -96,4 +100,6 @@ def test_deployed_forwards_overwrite_and_keep_what_the_simulation_does(cls: type
         deployed = torchq.deploy(model, target="torch", progress=False)
         for _ in range(2):  # the second call reads the state that the first one leaves
             # Kernels round their sums once, the simulation rounds each product.
-            torch.testing.assert_close(deployed(X.clone()), model(X.clone()), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                deployed(X.clone()), model(X.clone()), rtol=1e-4, atol=1e-4
+            )

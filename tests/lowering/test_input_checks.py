@@ -35,7 +35,9 @@ class Excitation(nn.Module):
 
 
 MODELS = {
-    "conv": lambda: calibrated(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)), X),
+    "conv": lambda: calibrated(
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)), X
+    ),
     "pixel": lambda: calibrated(Excitation(), X),
     "static": lambda: linear(D(8), WEIGHT),
     "dynamic": lambda: linear(D(8, dynamic=True, axis=0), WEIGHT),
@@ -51,16 +53,22 @@ def example(name: str) -> Tensor:
 @CASES
 @FUSE
 @pytest.mark.parametrize(
-    "dtype", [torch.uint8, torch.int64, torch.bool, torch.float64, torch.bfloat16], ids=str
+    "dtype",
+    [torch.uint8, torch.int64, torch.bool, torch.float64, torch.bfloat16],
+    ids=str,
 )
-def test_dtypes_that_the_simulation_refuses(name: str, fuse: bool, dtype: torch.dtype) -> None:
+def test_dtypes_that_the_simulation_refuses(
+    name: str, fuse: bool, dtype: torch.dtype
+) -> None:
     model = MODELS[name]()
     x = (10 * example(name)).to(dtype)
     if name == "pixel" and not dtype.is_floating_point:
         pytest.skip("pooling refuses it first")
     with pytest.raises((TypeError, RuntimeError, KeyError)):
         model(x)
-    with pytest.raises(TypeError, match=rf"got a tensor of {dtype}; expected torch.float32"):
+    with pytest.raises(
+        TypeError, match=rf"got a tensor of {dtype}; expected torch.float32"
+    ):
         torchq.deploy(model, target=Torch(fuse=fuse))(x)
 
 
@@ -75,7 +83,9 @@ def test_nan_does_not_become_a_number(name: str, fuse: bool) -> None:
     if name == "dynamic":
         assert torch.equal(int8(x).isnan(), model(x).isnan())
     else:
-        with pytest.raises(torchq.errors.QuantizationError, match="got NaN; expected numbers"):
+        with pytest.raises(
+            torchq.errors.QuantizationError, match="got NaN; expected numbers"
+        ):
             int8(x)
 
 
@@ -113,7 +123,11 @@ SMALL = {
     "3d": (lambda: nn.Conv3d(3, 4, 3), (2, 3, 6, 6, 6), (2, 3, 2, 6, 6)),
     "one image": (lambda: nn.Conv2d(3, 4, 3, 2), (3, 8, 8), (3, 2, 2)),
     "padded": (lambda: nn.Conv2d(3, 4, 5, padding=1), (2, 3, 8, 8), (2, 3, 2, 2)),
-    "dilated": (lambda: nn.Conv2d(3, 3, 3, dilation=3, groups=3), (2, 3, 9, 9), (2, 3, 6, 9)),
+    "dilated": (
+        lambda: nn.Conv2d(3, 3, 3, dilation=3, groups=3),
+        (2, 3, 9, 9),
+        (2, 3, 6, 9),
+    ),
     "second layer": (
         lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)),
         *((2, 3, 9, 9), (2, 3, 4, 4)),
@@ -129,8 +143,12 @@ def test_images_that_are_smaller_than_the_kernel(case: str, fuse: bool) -> None:
     int8 = torchq.deploy(model, torch.randn(shape), target=Torch(fuse=fuse))
     with pytest.raises(RuntimeError, match="Kernel size can't be greater"):
         model(torch.randn(small))
-    refusal = r"Int8Conv: got an image of size \(.*\); expected one as large as the kernel"
+    refusal = (
+        r"Int8Conv: got an image of size \(.*\); expected one as large as the kernel"
+    )
     for _ in range(2):
-        with pytest.raises((torchq.errors.InputError, RuntimeError), match=f"{refusal}|size can't"):
+        with pytest.raises(
+            (torchq.errors.InputError, RuntimeError), match=f"{refusal}|size can't"
+        ):
             int8(torch.randn(small))
     assert int8(torch.randn(shape)).shape == model(torch.randn(shape)).shape

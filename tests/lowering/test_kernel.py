@@ -24,7 +24,9 @@ from torchq.lowering.qparams import ByteQParams
 
 CONV = {0: F.linear, 1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 ARGUMENTS = {"clamp": (-0.5, 0.7)}
-needs_onednn = pytest.mark.skipif(not available(), reason="needs torch's oneDNN operators")
+needs_onednn = pytest.mark.skipif(
+    not available(), reason="needs torch's oneDNN operators"
+)
 
 
 def bound(x: Tensor, weights: Int8Weights, *rest: object) -> Tensor:
@@ -38,11 +40,15 @@ if available():
     RUNS["bound"] = bound
 
 
-def exact(x: Tensor, weights: Int8Weights, params: ConvParams, residual: Tensor | None) -> Tensor:
+def exact(
+    x: Tensor, weights: Int8Weights, params: ConvParams, residual: Tensor | None
+) -> Tensor:
     """The real value of a product before its activation, from exact integers in float64."""
     dims = len(params.stride)
     options = (None, *params) if dims else ()
-    sums = CONV[dims](x.double() - weights.x_zero_point, weights.codes.double(), *options)
+    sums = CONV[dims](
+        x.double() - weights.x_zero_point, weights.codes.double(), *options
+    )
     channels = (-1, *[1] * dims)
     real = sums * weights.x_scale * weights.scale.double().view(channels)
     real = real if weights.bias is None else real + weights.bias.double().view(channels)
@@ -57,7 +63,13 @@ def test_a_product_is_that_of_exact_integers(
 ) -> None:
     if dims and not ACTIVATIONS[name].on_conv:
         pytest.skip("no convolution applies it")
-    choices = ((1, 4, 16), (0, 128), (torch.uint8, torch.float32), (True, False), (True, False))
+    choices = (
+        (1, 4, 16),
+        (0, 128),
+        (torch.uint8, torch.float32),
+        (True, False),
+        (True, False),
+    )
     for number, (groups, zero, out, with_bias, with_residual) in enumerate(
         itertools.product(*choices)
     ):
@@ -67,13 +79,17 @@ def test_a_product_is_that_of_exact_integers(
         weight = weight_codes(32, 16 // groups, *[3] * dims, generator=generator)
         scale = torch.rand(32, generator=generator) * 1e-3 + 1e-4
         bias = torch.randn(32, generator=generator) if with_bias else None
-        params = ConvParams(*[(1 + number % 2,) * dims, (number % 2,) * dims, (1,) * dims], groups)
+        params = ConvParams(
+            *[(1 + number % 2,) * dims, (number % 2,) * dims, (1,) * dims], groups
+        )
         weights = Int8Weights(weight, scale, bias, 0.02, zero)
         real = exact(x, weights, params, None)
         residual = None
         of = None
         if with_residual:
-            codes = torch.randint(0, 256, real.shape, generator=generator).to(torch.uint8)
+            codes = torch.randint(0, 256, real.shape, generator=generator).to(
+                torch.uint8
+            )
             values = (codes.double() - 100) * 0.03
             real = real + values
             residual = codes if out is torch.uint8 else values.float()
@@ -86,14 +102,18 @@ def test_a_product_is_that_of_exact_integers(
         assert got.dtype is out and got.shape == real.shape
         if out is torch.uint8:
             wrong = (got.double() - (real / 0.05).round().add(128).clamp(0, 255)).abs()
-            tie = ((real / 0.05).remainder(1) - 0.5).abs() < 1e-3  # float32 may round otherwise
+            tie = (
+                (real / 0.05).remainder(1) - 0.5
+            ).abs() < 1e-3  # float32 may round otherwise
             assert wrong.max() <= 1 and not wrong[~tie].any()
         else:  # sums of up to 16 * 27 products of 255 * 128, of which float32 loses 2**-24
             torch.testing.assert_close(got.double(), real, rtol=1e-5, atol=2e-4)
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_a_residual_that_has_to_be_broadcast(run: str, generator: torch.Generator) -> None:
+def test_a_residual_that_has_to_be_broadcast(
+    run: str, generator: torch.Generator
+) -> None:
     x = torch.randint(0, 256, (2, 16, 7, 7), generator=generator).to(torch.uint8)
     weight = weight_codes(32, 16, 3, 3, generator=generator)
     weights = Int8Weights(weight, torch.full((32,), 1e-3), None, 0.02, 0)
@@ -108,7 +128,9 @@ def test_a_residual_that_has_to_be_broadcast(run: str, generator: torch.Generato
 @pytest.mark.parametrize(
     "shape", [(2, 3, 9, 10), (1, 40, 8, 8), (1, 32, 6, 6), (0, 3, 9, 9), (3, 9, 9)]
 )
-@pytest.mark.parametrize("window", [(3, 2, 1, 1, True), (2, 2, 0, 1, False), (3, 1, 0, 2, False)])
+@pytest.mark.parametrize(
+    "window", [(3, 2, 1, 1, True), (2, 2, 0, 1, False), (3, 1, 0, 2, False)]
+)
 @pytest.mark.parametrize("last", [False, True])
 def test_codes_of_any_number_of_channels_are_pooled_as_values(
     shape: tuple[int, ...], window: tuple[int, int, int, int, bool], last: bool

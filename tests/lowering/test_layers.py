@@ -32,11 +32,15 @@ LAYERS = [
     ("layer", "shape"), [case[1:] for case in LAYERS], ids=[case[0] for case in LAYERS]
 )
 @pytest.mark.parametrize("positive", [False, True])
-def test_a_layer_equals_its_simulation(layer: Any, shape: tuple[int, ...], positive: bool) -> None:
+def test_a_layer_equals_its_simulation(
+    layer: Any, shape: tuple[int, ...], positive: bool
+) -> None:
     torch.manual_seed(0)  # a weight next to a tie has another code in float64
     layer.reset_parameters()
     x = torch.randn(shape).abs() if positive else torch.randn(shape)
-    model = calibrated(copy.deepcopy(layer), x if x.numel() else torch.randn(2, *shape[1:]))
+    model = calibrated(
+        copy.deepcopy(layer), x if x.numel() else torch.randn(2, *shape[1:])
+    )
     int8 = torchq.deploy(model)
     assert isinstance(int8, Int8Layer)
     expected = copy.deepcopy(model).double()(x.double())
@@ -57,7 +61,10 @@ FEW_BITS = torchq.Rule(
 @pytest.mark.filterwarnings("ignore:.*got negative values")
 @pytest.mark.parametrize(
     "config",
-    [torchq.recipes.integer(BITS, 8, per_channel=False), torchq.QuantConfig((FEW_BITS,))],
+    [
+        torchq.recipes.integer(BITS, 8, per_channel=False),
+        torchq.QuantConfig((FEW_BITS,)),
+    ],
     ids=["per tensor", "few bits"],
 )
 def test_other_grids(config: torchq.QuantConfig) -> None:
@@ -105,8 +112,18 @@ REASONS: list[tuple[str, nn.Module, torchq.QuantDescriptor | None, Any]] = [
     ("its input is not quantized", conv(), None, D(axis=0)),
     ("its weight is not quantized", conv(), D(), None),
     ("its padding differs at the two ends", conv((4, 3), padding="same"), D(), D()),
-    ("its padding is not zeros but reflect", conv(1, padding=1, padding_mode="reflect"), D(), D()),
-    ("no integer kernel for QuantConvTranspose2d", nn.ConvTranspose2d(4, 4, 3), D(), D()),
+    (
+        "its padding is not zeros but reflect",
+        conv(1, padding=1, padding_mode="reflect"),
+        D(),
+        D(),
+    ),
+    (
+        "no integer kernel for QuantConvTranspose2d",
+        nn.ConvTranspose2d(4, 4, 3),
+        D(),
+        D(),
+    ),
     ("no integer kernel for QuantEmbedding", nn.Embedding(4, 3), None, D(axis=0)),
     ("the range of its input is taken from each call", conv(), D(dynamic=True), D()),
     ("activations have more than one range", conv(), D(axis=1), D()),
@@ -118,10 +135,30 @@ REASONS: list[tuple[str, nn.Module, torchq.QuantDescriptor | None, Any]] = [
         *(nn.Linear(4, 4), D(), D(axis=1)),
     ),
     ("weight ranges are asymmetric", nn.Linear(4, 4), D(), D(symmetric=False)),
-    ("a quantizer returns codes", nn.Linear(4, 4), D(dynamic=True), D(fake_quant=False)),
-    ("format e4m3 has no 8-bit integer kernel", nn.Linear(4, 4), D((4, 3), dynamic=True), D()),
-    ("its dynamic input has blocks", nn.Linear(4, 4), D(dynamic=True, block_size=2), D()),
-    ("its dynamic input has a range per feature", nn.Linear(4, 4), D(dynamic=True, axis=-1), D()),
+    (
+        "a quantizer returns codes",
+        nn.Linear(4, 4),
+        D(dynamic=True),
+        D(fake_quant=False),
+    ),
+    (
+        "format e4m3 has no 8-bit integer kernel",
+        nn.Linear(4, 4),
+        D((4, 3), dynamic=True),
+        D(),
+    ),
+    (
+        "its dynamic input has blocks",
+        nn.Linear(4, 4),
+        D(dynamic=True, block_size=2),
+        D(),
+    ),
+    (
+        "its dynamic input has a range per feature",
+        nn.Linear(4, 4),
+        D(dynamic=True, axis=-1),
+        D(),
+    ),
     (
         "its input has an asymmetric range of each call",
         *(nn.Linear(4, 4), D(dynamic=True, symmetric=False), D()),
@@ -134,17 +171,25 @@ REASONS: list[tuple[str, nn.Module, torchq.QuantDescriptor | None, Any]] = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:.*got negative values", "ignore:.*but the input is not")
+@pytest.mark.filterwarnings(
+    "ignore:.*got negative values", "ignore:.*but the input is not"
+)
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
-@pytest.mark.parametrize(("reason", "layer", "input", "weight"), REASONS, ids=lambda v: str(v)[:60])
+@pytest.mark.parametrize(
+    ("reason", "layer", "input", "weight"), REASONS, ids=lambda v: str(v)[:60]
+)
 def test_what_has_no_kernel_keeps_simulating_and_says_why(
     reason: str, layer: nn.Module, input: torchq.QuantDescriptor | None, weight: Any
 ) -> None:
     x = torch.arange(4) if isinstance(layer, nn.Embedding) else torch.randn(1, 4, 5, 5)
     x = torch.randn(1, 4) if isinstance(layer, nn.Linear) else x
     given = {"input": input, "weight": weight}
-    rule = torchq.Rule(type(layer), **{name: d for name, d in given.items() if d is not None})
-    model = calibrated(nn.Sequential(copy.deepcopy(layer)), x, torchq.QuantConfig((rule,)))
+    rule = torchq.Rule(
+        type(layer), **{name: d for name, d in given.items() if d is not None}
+    )
+    model = calibrated(
+        nn.Sequential(copy.deepcopy(layer)), x, torchq.QuantConfig((rule,))
+    )
     int8 = torchq.deploy(model)
     torch.testing.assert_close(int8(x), model(x), rtol=1e-6, atol=1e-6)
     (row,) = torchq.summary(int8).layers
@@ -162,7 +207,9 @@ class Renamed(torchq.nn.QuantLinear):
 
 def test_subclasses_are_lowered_unless_they_compute_something_else() -> None:
     x = torch.randn(3, 8)
-    model = nn.Sequential(Renamed(8, 8), OwnForward(8, 8), torchq.nn.QuantLinear(8, 8)).eval()
+    model = nn.Sequential(
+        Renamed(8, 8), OwnForward(8, 8), torchq.nn.QuantLinear(8, 8)
+    ).eval()
     model[2].forward = lambda input: torch.zeros(())  # type: ignore[method-assign]
     torchq.calibrate(model[:2], [x], progress=False)
     torchq.calibrate(model[2], [x], progress=False, on_unseen="disable")
@@ -192,7 +239,8 @@ def test_layers_of_the_compatibility_package_are_lowered() -> None:
 
 def test_many_image_sizes_keep_a_few_kernels() -> None:
     layer = torchq.deploy(
-        calibrated(nn.Conv2d(3, 4, 3, padding=1), torch.randn(2, 3, 8, 8)), target=Torch(fuse=False)
+        calibrated(nn.Conv2d(3, 4, 3, padding=1), torch.randn(2, 3, 8, 8)),
+        target=Torch(fuse=False),
     )
     images = [torch.randn(2, 3, 8, 8 + i) for i in range(MOST_SHAPES + 4)]
     first = [layer(x) for x in images]
@@ -245,8 +293,12 @@ def test_autocast_changes_nothing(rows: int) -> None:
 def test_dynamic_ranges_along_features_are_refused() -> None:
     x = torch.randn(3, 64)
     model = calibrated(
-        nn.Linear(64, 32), x, config(input=D(dynamic=True, axis=1), weight=D(BITS, axis=0))
+        nn.Linear(64, 32),
+        x,
+        config(input=D(dynamic=True, axis=1), weight=D(BITS, axis=0)),
     )
-    text = r"got ranges along the features of \(3, 64\); expected one per token or tensor"
+    text = (
+        r"got ranges along the features of \(3, 64\); expected one per token or tensor"
+    )
     with pytest.raises(torchq.errors.ExportError, match=text):
         torchq.deploy(model)(x)

@@ -26,7 +26,9 @@ from torchq.lowering.match import is_inactive_dropout
 class Net(nn.Module):
     """A forward over named modules."""
 
-    def __init__(self, forward: Callable[..., Any], modules: dict[str, nn.Module]) -> None:
+    def __init__(
+        self, forward: Callable[..., Any], modules: dict[str, nn.Module]
+    ) -> None:
         super().__init__()
         self._function = forward
         for name, module in modules.items():
@@ -88,7 +90,11 @@ B = {"a": conv(), "b": conv()}
 Q = {"q": torchq.TensorQuantizer()}
 CASES: dict[str, tuple[dict[str, nn.Module], Callable[..., Any], str]] = {
     # Activations and clamps between layers.
-    "relu": (B, lambda m, x: m.b(F.relu(m.a(x))), "Int8Conv(Int8Conv.clamp.u8(Quantize(x)))"),
+    "relu": (
+        B,
+        lambda m, x: m.b(F.relu(m.a(x))),
+        "Int8Conv(Int8Conv.clamp.u8(Quantize(x)))",
+    ),
     "relu6 module": (
         {**B, "c": nn.ReLU6()},
         lambda m, x: m.b(m.c(m.a(x))),
@@ -272,7 +278,11 @@ def deployed(name: str) -> tuple[nn.Module, nn.Module, Tensor]:
     x = torch.randn(2, 4, 6, 6)
     model = Net(forward, copy.deepcopy(modules)).eval()
     input = torchq.QuantDescriptor()
-    kinds = {type(m) for m in model.modules()} & {torchq.nn.Add, torchq.nn.Cat, nn.AvgPool2d}
+    kinds = {type(m) for m in model.modules()} & {
+        torchq.nn.Add,
+        torchq.nn.Cat,
+        nn.AvgPool2d,
+    }
     rules = [torchq.Rule(kind, input=input) for kind in kinds if name != "average pool"]
     simulated(model, [x], recipe().with_rules(*rules))
     return model, torchq.deploy(model), x
@@ -332,5 +342,7 @@ def test_a_dropout_that_is_off_is_known_however_it_was_called(
     arguments: tuple[Any, ...], keywords: dict[str, Any], inactive: bool
 ) -> None:
     graph = fx.Graph()
-    node = graph.call_function(F.dropout, (graph.placeholder("x"), *arguments), keywords)
+    node = graph.call_function(
+        F.dropout, (graph.placeholder("x"), *arguments), keywords
+    )
     assert is_inactive_dropout(node) is inactive

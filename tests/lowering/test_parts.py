@@ -71,7 +71,9 @@ class Dense(nn.Module):
     def __init__(self, pool: bool) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 8, 3, padding=1)
-        self.layers = nn.ModuleList(nn.Conv2d(8 * (i + 1), 8, 3, padding=1) for i in range(3))
+        self.layers = nn.ModuleList(
+            nn.Conv2d(8 * (i + 1), 8, 3, padding=1) for i in range(3)
+        )
         self.pool = nn.MaxPool2d(3, 1, 1) if pool else nn.Identity()
         self.last = nn.Conv2d(32, 4, 1)
 
@@ -85,7 +87,9 @@ class Dense(nn.Module):
 
 @pytest.mark.parametrize("target", [None, "tensorrt", "onnxruntime", "openvino"])
 @pytest.mark.parametrize("pool", [True, False])
-def test_a_dense_block_agrees_with_its_simulation(target: str | None, pool: bool) -> None:
+def test_a_dense_block_agrees_with_its_simulation(
+    target: str | None, pool: bool
+) -> None:
     torch.manual_seed(0)
     model = Dense(pool).eval()
     x = torch.randn(2, 3, 12, 12)
@@ -159,7 +163,9 @@ def test_a_container_that_its_parent_takes_apart_stays_a_container(
     "make", [lambda: math, threading.Lock, lambda: {"deep": [threading.Lock()]}]
 )
 @pytest.mark.parametrize("place", ["", "block", "block.0"])
-def test_attributes_that_cannot_be_copied_are_shared(images: Tensor, make: Any, place: str) -> None:
+def test_attributes_that_cannot_be_copied_are_shared(
+    images: Tensor, make: Any, place: str
+) -> None:
     model = calibrated(Taking("loop", nn.Sequential), images)
     model.block = model.layers[2]
     model.get_submodule(place).library = library = make()

@@ -16,7 +16,9 @@ from torchq.lowering.kernel import available
 from torchq.lowering.layer import DeployedLayer
 from torchq.runtimes import Torch
 
-pytestmark = pytest.mark.skipif(not available(), reason="needs torch's oneDNN operators")
+pytestmark = pytest.mark.skipif(
+    not available(), reason="needs torch's oneDNN operators"
+)
 
 
 def layers(model: nn.Module) -> list[DeployedLayer]:
@@ -81,7 +83,9 @@ def test_a_state_that_does_not_fit_is_an_error() -> None:
     state = model.state_dict()
     name = next(name for name in state if name.endswith("weight_codes"))
     with pytest.raises(RuntimeError, match=f"Missing key.*{name}"):
-        model.load_state_dict({key: value for key, value in state.items() if key != name})
+        model.load_state_dict(
+            {key: value for key, value in state.items() if key != name}
+        )
     with pytest.raises(RuntimeError, match=f"size mismatch for {name}"):
         model.load_state_dict({**state, name: state[name][:1]})
     assert torch.equal(model(x), whole(x))
@@ -117,7 +121,9 @@ def file_at(address: int) -> str:
 
 
 @pytest.mark.skipif(not MAPS.exists(), reason="needs /proc")
-def test_weights_of_a_mapped_file_stay_there_until_they_are_packed(tmp_path: Path) -> None:
+def test_weights_of_a_mapped_file_stay_there_until_they_are_packed(
+    tmp_path: Path,
+) -> None:
     model, _, x = dropped()
     path = tmp_path / "model"
     torch.save(model, path)
@@ -136,6 +142,8 @@ def compare(model: nn.Module, x: Tensor, expected: Tensor) -> None:
 @pytest.mark.slow
 def test_a_spawned_process_gets_a_deployed_model_that_has_run() -> None:
     x = torch.randn(1, 3, 8, 8)
-    model = torchq.deploy(calibrated(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), x), x)
+    model = torchq.deploy(
+        calibrated(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), x), x
+    )
     arguments = (model, x, model(x))
     call(compare, *arguments)

@@ -52,7 +52,9 @@ class Picky(nn.Module):
 COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda m: pickle.loads(pickle.dumps(m)),
-    "a copy of what was pickled": lambda m: copy.deepcopy(pickle.loads(pickle.dumps(m))),
+    "a copy of what was pickled": lambda m: copy.deepcopy(
+        pickle.loads(pickle.dumps(m))
+    ),
     "dtype": lambda m: copy.deepcopy(m).to(torch.float32),
 }
 
@@ -112,7 +114,13 @@ class Answering(nn.Module):
 
 @pytest.mark.parametrize(
     ("answer", "whole"),
-    [(as_dict, True), (as_ordered, True), (as_result, True), (as_tuple, True), (as_unknown, False)],
+    [
+        (as_dict, True),
+        (as_ordered, True),
+        (as_result, True),
+        (as_tuple, True),
+        (as_unknown, False),
+    ],
 )
 @pytest.mark.parametrize("compare", [False, True])
 def test_results_are_of_the_same_kind(
@@ -134,7 +142,9 @@ def test_results_are_of_the_same_kind(
 
 
 class Optional(Parts):
-    def forward(self, x: Tensor, scale: Tensor | None = None, factor: float = 2.5) -> Tensor:
+    def forward(
+        self, x: Tensor, scale: Tensor | None = None, factor: float = 2.5
+    ) -> Tensor:
         x = self.first(x) * factor
         return self.last(x if scale is None else x * scale)
 
@@ -142,12 +152,16 @@ class Optional(Parts):
 def test_arguments_that_a_trace_fixed_are_refused_or_used(images: Tensor) -> None:
     example = {"x": images, "scale": torch.tensor(3.0)}
     model = simulated(
-        Optional(first=nn.Conv2d(3, 3, 1), last=nn.Conv2d(3, 3, 1)).eval(), [example], recipe()
+        Optional(first=nn.Conv2d(3, 3, 1), last=nn.Conv2d(3, 3, 1)).eval(),
+        [example],
+        recipe(),
     )
     fixed = torchq.deploy(model)
     for copied in (fixed, copy.deepcopy(fixed), pickle.loads(pickle.dumps(fixed))):
         assert sqnr(copied(images), model(images)) > 40
-        with pytest.raises(AssertionError, match="scale has been specialized to have value None"):
+        with pytest.raises(
+            AssertionError, match="scale has been specialized to have value None"
+        ):
             copied(**example)
     int8 = torchq.deploy(model, example)
     assert sqnr(int8(**example), model(**example)) > 40
@@ -191,12 +205,15 @@ class Detector(nn.Module):
         return [head(x) for head in self.heads]
 
 
-def test_parts_that_can_be_traced_are_fused_in_a_model_that_cannot(images: Tensor) -> None:
+def test_parts_that_can_be_traced_are_fused_in_a_model_that_cannot(
+    images: Tensor,
+) -> None:
     model = calibrated(Detector(), images)
     int8 = torchq.deploy(model, images)
     assert type(int8) is Detector and type(int8.get_submodule("heads.0")) is Head
     assert graphs(int8) == 3  # the body, and what the heads call
     for x in (images, images[:1, :, :, :7]):
         assert all(
-            sqnr(got, expected) > 40 for got, expected in zip(int8(x), model(x), strict=True)
+            sqnr(got, expected) > 40
+            for got, expected in zip(int8(x), model(x), strict=True)
         )

@@ -50,17 +50,23 @@ def test_the_runtime_that_needs_it_switches_it_on(tmp_path: Path) -> None:
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.SiLU(), nn.Conv2d(4, 4, 1)).eval()
         before = copy.deepcopy(model)
         torchq.quantize_(model, target=target)
-        assert (model[1].gate_quantizer.mode if isinstance(model[1], QuantSiLU) else None) == mode
+        assert (
+            model[1].gate_quantizer.mode if isinstance(model[1], QuantSiLU) else None
+        ) == mode
         if mode is None:
             continue
         x = torch.randn(2, 3, 6, 6)
         torchq.calibrate(model, [x], progress=False)
         torchq.save(model, tmp_path / "model.pt")
-        assert torch.equal(torchq.load(copy.deepcopy(before), tmp_path / "model.pt")(x), model(x))
+        assert torch.equal(
+            torchq.load(copy.deepcopy(before), tmp_path / "model.pt")(x), model(x)
+        )
         with torchq.disabled(model, "*"):
             assert torch.equal(model(x), before(x))
         torchq.restore_(model)
-        assert torch.equal(model(x), before(x)) and not hasattr(model[1], "gate_quantizer")
+        assert torch.equal(model(x), before(x)) and not hasattr(
+            model[1], "gate_quantizer"
+        )
 
 
 @pytest.mark.parametrize("num_bits", [4, (4, 3)])

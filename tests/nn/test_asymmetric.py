@@ -27,7 +27,9 @@ def gelu(generator: torch.Generator, count: int = 6000) -> Tensor:
 
 def net() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 8), nn.SiLU(), nn.Linear(8, 3))
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 8), nn.SiLU(), nn.Linear(8, 3)
+    )
 
 
 def quantized(generator: torch.Generator, **fields: object) -> nn.Sequential:
@@ -38,7 +40,9 @@ def quantized(generator: torch.Generator, **fields: object) -> nn.Sequential:
     torchq.quantize_(model, torchq.QuantConfig((rule,)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        torchq.calibrate(model, [torch.randn(64, 6, generator=generator)], progress=False)
+        torchq.calibrate(
+            model, [torch.randn(64, 6, generator=generator)], progress=False
+        )
     return model
 
 
@@ -54,7 +58,9 @@ def test_a_quantizer_computes_what_the_oracle_does() -> None:
 
 
 def test_power_of_two_and_rounding_are_fields() -> None:
-    q = TensorQuantizer(QuantDescriptor(amax=3.0, power_of_two=True, rounding="half_away"))
+    q = TensorQuantizer(
+        QuantDescriptor(amax=3.0, power_of_two=True, rounding="half_away")
+    )
     assert float(q.scale) == power_of_two_above(3.0 / 127)
     ties = torch.tensor([0.5, 1.5, -0.5, -2.5]) * q.scale
     assert (q(ties) / q.scale).tolist() == [1, 2, -1, -3]
@@ -65,7 +71,11 @@ def test_power_of_two_and_rounding_are_fields() -> None:
 def test_percentile_leaves_out_each_side(generator: torch.Generator) -> None:
     x = torch.rand(100_000, generator=generator) * 3 - 1
     calibrator = Calibrator(
-        "percentile", format=UINT8, granularity=PerTensor(), symmetric=False, percentile=99.0
+        "percentile",
+        format=UINT8,
+        granularity=PerTensor(),
+        symmetric=False,
+        percentile=99.0,
     )
     calibrator.collect(x)
     high, low = calibrator.range()
@@ -76,14 +86,20 @@ def test_percentile_leaves_out_each_side(generator: torch.Generator) -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_mse_is_better_than_the_whole_range(bits: int, generator: torch.Generator) -> None:
+def test_mse_is_better_than_the_whole_range(
+    bits: int, generator: torch.Generator
+) -> None:
     x = torch.cat([gelu(generator), torch.tensor([12.0])])
     format = integer_format(bits, unsigned=True)
 
     def error(range_: Range) -> float:
-        return float((fake_quantize(x, range_.high, format, amin=range_.low) - x).square().sum())
+        return float(
+            (fake_quantize(x, range_.high, format, amin=range_.low) - x).square().sum()
+        )
 
-    calibrator = Calibrator("mse", format=format, granularity=PerTensor(), symmetric=False)
+    calibrator = Calibrator(
+        "mse", format=format, granularity=PerTensor(), symmetric=False
+    )
     calibrator.collect(x)
     found = calibrator.range()
     searched = search_range(x, format, symmetric=False)
@@ -96,7 +112,9 @@ def test_mse_is_better_than_the_whole_range(bits: int, generator: torch.Generato
 
 def test_entropy_takes_one_threshold_for_both_sides(generator: torch.Generator) -> None:
     x = torch.cat([gelu(generator, 60_000), torch.tensor([90.0])])
-    calibrator = Calibrator("entropy", format=UINT8, granularity=PerTensor(), symmetric=False)
+    calibrator = Calibrator(
+        "entropy", format=UINT8, granularity=PerTensor(), symmetric=False
+    )
     calibrator.collect(x)
     high, low = calibrator.range()
     assert low is not None
@@ -104,14 +122,21 @@ def test_entropy_takes_one_threshold_for_both_sides(generator: torch.Generator) 
 
 
 def test_ranges_per_axis_and_dynamic(generator: torch.Generator) -> None:
-    x = torch.randn(7, 3, 5, generator=generator) * torch.tensor([1.0, 3.0, 0.1]).view(3, 1)
+    x = torch.randn(7, 3, 5, generator=generator) * torch.tensor([1.0, 3.0, 0.1]).view(
+        3, 1
+    )
     for method in ("max", "mse", "percentile"):
         q = TensorQuantizer(AFFINE.replace(axis=1, calib_method=method))
         q.calibrate_on(x)
         assert q.amin is not None and q.amin.shape == q.amax.shape == (1, 3, 1)
-        assert torch.equal(q(x), fake_quantize(x, q.amax, UINT8, PerAxis((1,)), amin=q.amin))
+        assert torch.equal(
+            q(x), fake_quantize(x, q.amax, UINT8, PerAxis((1,)), amin=q.amin)
+        )
     dynamic = TensorQuantizer(AFFINE.replace(dynamic=True))
-    assert float(dynamic(x).sub(x).abs().max()) <= float(x.max() - x.min()) / 255 / 2 * 1.001
+    assert (
+        float(dynamic(x).sub(x).abs().max())
+        <= float(x.max() - x.min()) / 255 / 2 * 1.001
+    )
 
 
 def test_checkpoints_of_floats_and_of_half_a_range(generator: torch.Generator) -> None:
@@ -131,7 +156,9 @@ def test_damaged_ends(amin: object, generator: torch.Generator, tmp_path: Path) 
     file = torch.load(tmp_path / "a.pt", weights_only=True)
     file["state_dict"]["0.input_quantizer.amin"] = torch.tensor(amin)
     torch.save(file, tmp_path / "a.pt")
-    with pytest.raises(ConfigError, match=r"load: 0\.input_quantizer\.amin: .* is damaged"):
+    with pytest.raises(
+        ConfigError, match=r"load: 0\.input_quantizer\.amin: .* is damaged"
+    ):
         torchq.load(net(), tmp_path / "a.pt")
 
 
@@ -143,7 +170,9 @@ def test_learned_ends_are_trained(generator: torch.Generator) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     model(torch.randn(64, 6, generator=generator) * 3).square().mean().backward()
     optimizer.step()
-    moved = [not torch.equal(p, b) for p, b in zip(groups["ranges"], before, strict=True)]
+    moved = [
+        not torch.equal(p, b) for p, b in zip(groups["ranges"], before, strict=True)
+    ]
     assert all(moved)
 
 
@@ -152,9 +181,13 @@ def test_errors_name_what_is_wrong(generator: torch.Generator) -> None:
     text = r"got set_amax for uint8 .*; expected both ends. Use set_"
     with pytest.raises(ConfigError, match=text):
         q.set_amax(1.0)
-    with pytest.raises(ConfigError, match=r"got amin 0\.5; expected finite numbers <= 0"):
+    with pytest.raises(
+        ConfigError, match=r"got amin 0\.5; expected finite numbers <= 0"
+    ):
         q.set_range(0.5, 1.0)
-    with pytest.raises(ConfigError, match=r"got amin of shape \(2,\) and amax of shape \(\)"):
+    with pytest.raises(
+        ConfigError, match=r"got amin of shape \(2,\) and amax of shape \(\)"
+    ):
         q.set_range([-1.0, -1.0], 1.0)
     with pytest.raises(ConfigError, match=r"got set_range for int8 .* Use set_amax"):
         TensorQuantizer().set_range(-1.0, 1.0)

@@ -57,7 +57,9 @@ def tokens(module: nn.MultiheadAttention, batched: bool = True) -> list[Tensor]:
     if not batched:
         return [torch.randn(shape) for shape in shapes]
     return [
-        torch.randn((2, *shape)) if module.batch_first else torch.randn(shape[0], 2, shape[1])
+        torch.randn((2, *shape))
+        if module.batch_first
+        else torch.randn(shape[0], 2, shape[1])
         for shape in shapes
     ]
 
@@ -74,14 +76,19 @@ def quantize_products(module: Any) -> None:
         module.get_submodule(f"{slot}_quantizer").mode = "quantize"
 
 
-def same(found: tuple[Tensor, Tensor | None], expected: tuple[Tensor, Tensor | None]) -> bool:
+def same(
+    found: tuple[Tensor, Tensor | None], expected: tuple[Tensor, Tensor | None]
+) -> bool:
     return all(
-        (a is None and b is None) or torch.equal(a, b) for a, b in zip(found, expected, strict=True)
+        (a is None and b is None) or torch.equal(a, b)
+        for a, b in zip(found, expected, strict=True)
     )  # type: ignore[arg-type]
 
 
 def quantized(module: nn.Module) -> Any:
-    return convert_(copy.deepcopy(module), input=QuantDescriptor(), weight=QuantDescriptor(axis=0))
+    return convert_(
+        copy.deepcopy(module), input=QuantDescriptor(), weight=QuantDescriptor(axis=0)
+    )
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -112,19 +119,27 @@ def test_unbatched(batch_first: bool) -> None:
     set_modes(twin, "observe")
     mask = torch.tensor([False, False, False, False, True])
     for found, want in zip(
-        twin(*inputs, key_padding_mask=mask), module(*inputs, key_padding_mask=mask), strict=True
+        twin(*inputs, key_padding_mask=mask),
+        module(*inputs, key_padding_mask=mask),
+        strict=True,
     ):
         torch.testing.assert_close(found, want, rtol=0, atol=5e-6)
 
 
 def by_hand(
-    module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, products: bool
+    module: nn.MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    products: bool,
 ) -> tuple[Tensor, Tensor]:
     """Batch first, no masks, no extras: the formula, with every operand rounded to its grid."""
 
     def q(x: Tensor, axis: int | None = None, unsigned: bool = False) -> Tensor:
         d = QuantDescriptor(axis=axis, unsigned=unsigned)
-        return fake_quantize(x, reduce_amax(x, d.granularity), d.format, d.granularity, None)
+        return fake_quantize(
+            x, reduce_amax(x, d.granularity), d.format, d.granularity, None
+        )
 
     def split(x: Tensor) -> Tensor:
         return x.reshape(x.shape[0], x.shape[1], 3, 4).permute(0, 2, 1, 3)
@@ -140,7 +155,9 @@ def by_hand(
     softmax = scores.softmax(-1)
     softmax = q(softmax, unsigned=True) if products else softmax
     y = (softmax @ rounded(heads[2])).permute(0, 2, 1, 3).reshape(query.shape)
-    return F.linear(q(y), q(module.out_proj.weight, 0), module.out_proj.bias), softmax.mean(1)
+    return F.linear(
+        q(y), q(module.out_proj.weight, 0), module.out_proj.bias
+    ), softmax.mean(1)
 
 
 @pytest.mark.parametrize("products", [False, True])
@@ -175,7 +192,9 @@ def test_rows_without_a_key_give_zero(dtype: torch.dtype) -> None:
     masks = {"key_padding_mask": hidden, "attn_mask": torch.ones(4, 5).triu(2).bool()}
     y, weights = twin(*inputs, **masks)
     assert torch.equal(weights[0], torch.zeros_like(weights[0]))
-    torch.testing.assert_close(weights[1].sum(-1), torch.ones(4, dtype=dtype), rtol=0, atol=0.1)
+    torch.testing.assert_close(
+        weights[1].sum(-1), torch.ones(4, dtype=dtype), rtol=0, atol=0.1
+    )
     no_attention = twin._project_out(torch.zeros(4, module.embed_dim, dtype=dtype))
     assert torch.equal(y[0], no_attention)
 
@@ -196,7 +215,9 @@ def test_extra_keys_are_left_where_all_others_are_masked() -> None:
     module = attention(batch_first=True, add_zero_attn=True)
     twin = quantized(module)
     quantize_products(twin)
-    _, weights = twin(*tokens(module), key_padding_mask=torch.ones(2, 5, dtype=torch.bool))
+    _, weights = twin(
+        *tokens(module), key_padding_mask=torch.ones(2, 5, dtype=torch.bool)
+    )
     assert bool((weights[..., -1] > 0.9).all())
 
 
@@ -219,9 +240,13 @@ def test_revert_copies_and_state() -> None:
 def test_bad_inputs() -> None:
     twin = quantized(attention(batch_first=True))
     x = torch.nested.nested_tensor([torch.randn(3, 12), torch.randn(2, 12)])
-    with pytest.raises(QuantizationError, match="got a nested tensor; expected a padded one"):
+    with pytest.raises(
+        QuantizationError, match="got a nested tensor; expected a padded one"
+    ):
         twin(x, x, x)
-    with pytest.raises(RuntimeError, match="got is_causal without attn_mask; expected both"):
+    with pytest.raises(
+        RuntimeError, match="got is_causal without attn_mask; expected both"
+    ):
         twin(*[torch.randn(1, 4, 12)] * 3, is_causal=True)
     assert twin(*[torch.randn(0, 4, 12)] * 3)[0].shape == (0, 4, 12)
 
@@ -257,22 +282,34 @@ def test_transformers_of_torch(target: str | None, tmp_path: Path) -> None:
     with torch.no_grad():
         expected = model(**given)
         report = torchq.quantize_(model, target=target)
-        assert report.skipped == () and len([d for d in report.replaced if d.weight]) == 10
+        assert (
+            report.skipped == () and len([d for d in report.replaced if d.weight]) == 10
+        )
         torchq.calibrate(model, [given], progress=False)
         found = model(**given)
         noise = (found - expected)[~given["pad"]].square().sum() / expected[
             ~given["pad"]
         ].square().sum()
         assert 1e-7 < noise < 1e-3  # 8 bits: measured 48 dB
-        on = {name for name, q in torchq.workflow.quantizers(model).items() if q.mode == "quantize"}
-        assert ("decoder.multihead_attn.softmax_quantizer" in on) == (target is not None)
+        on = {
+            name
+            for name, q in torchq.workflow.quantizers(model).items()
+            if q.mode == "quantize"
+        }
+        assert ("decoder.multihead_attn.softmax_quantizer" in on) == (
+            target is not None
+        )
         for name in on:
             with torchq.disabled(model, name):
                 assert not torch.equal(model(**given), found), name
         torchq.save(model, tmp_path / "m.pt")
-        assert torch.equal(torchq.load(Seq2Seq().eval(), tmp_path / "m.pt")(**given), found)
+        assert torch.equal(
+            torchq.load(Seq2Seq().eval(), tmp_path / "m.pt")(**given), found
+        )
         torchq.restore_(model)
-        assert list(model.state_dict()) == keys and torch.equal(model(**given), expected)
+        assert list(model.state_dict()) == keys and torch.equal(
+            model(**given), expected
+        )
 
 
 class Functional(nn.Module):
@@ -308,7 +345,9 @@ def test_the_function_becomes_a_child(target: str, shown: bool, tmp_path: Path) 
     torchq.restore_(model)
     assert torch.equal(model(x), expected)
     plain = Functional()
-    assert {d.name for d in torchq.quantize_(plain, target="tensorrt").replaced} == {"qkv"}
+    assert {d.name for d in torchq.quantize_(plain, target="tensorrt").replaced} == {
+        "qkv"
+    }
 
 
 CALLS: list[dict[str, Any]] = [
@@ -380,8 +419,14 @@ def test_blocks_follow_the_axis_that_is_summed_over() -> None:
     convert_(module, input=blocks, weight=blocks)
     quantize_products(module)
     axes = {
-        slot: getattr(module, f"{slot}_quantizer").descriptor.block_axis for slot in module.products
+        slot: getattr(module, f"{slot}_quantizer").descriptor.block_axis
+        for slot in module.products
     }
-    assert axes == {"query_heads": -1, "key_heads": -2, "value_heads": -2, "softmax": -1}
+    assert axes == {
+        "query_heads": -1,
+        "key_heads": -2,
+        "value_heads": -2,
+        "softmax": -1,
+    }
     x = torch.randn(2, 32, 64)
     assert module(x, x, x)[0].shape == x.shape

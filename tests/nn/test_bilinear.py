@@ -47,11 +47,15 @@ def test_every_recipe_selects_it(recipe: str, batch: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.eight_bit_products
-def test_deployed_models_simulate_it_and_say_so(model: Pairing, batch: dict[str, Tensor]) -> None:
+def test_deployed_models_simulate_it_and_say_so(
+    model: Pairing, batch: dict[str, Tensor]
+) -> None:
     deployed = torchq.deploy(model, (batch["x"], batch["y"]))
     rows = {row.name: row for row in torchq.summary(deployed).layers}
     row = next(row for name, row in rows.items() if "bilinear" in name)
-    assert row.kernel == "simulated" and row.note == "no integer kernel for QuantBilinear"
+    assert (
+        row.kernel == "simulated" and row.note == "no integer kernel for QuantBilinear"
+    )
     assert torch.allclose(deployed(**batch), model(**batch), rtol=0.05, atol=0.05)
 
 
@@ -66,7 +70,9 @@ def test_it_exports_as_composed_operators(
         warnings.simplefilter("ignore", DeprecationWarning)
         torchq.export_onnx(model, (batch["x"], batch["y"]), path)
     kinds = [node.op_type for node in onnx.load(path).graph.node]
-    assert kinds.count("DequantizeLinear") == 7, "2 for each Linear and 3 for the bilinear layer"
+    assert kinds.count("DequantizeLinear") == 7, (
+        "2 for each Linear and 3 for the bilinear layer"
+    )
     (got,) = run_file(path, *batch.values(), optimize=True)
     # One code of an input may round the other way: it moves a result by a hundredth of its range.
     assert (got - model(**batch)).abs().max() < 0.02 * model(**batch).abs().max()

@@ -21,8 +21,12 @@ from torchq.functional import fake_quantize, reduce_amax
 from torchq.nn import TensorQuantizer
 
 pytestmark = [  # What torch 2.9 says about itself.
-    pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:Skipping serialization of skipfiles_inline:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:.*Function'> should not be instantiated:DeprecationWarning"
+    ),
+    pytest.mark.filterwarnings(
+        "ignore:Skipping serialization of skipfiles_inline:UserWarning"
+    ),
 ]
 
 
@@ -32,7 +36,9 @@ class SameConv(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         height, width = x.size()[-2:]
         pad = [(-(-size // 2) - 1) * 2 + 3 - size for size in (height, width)]
-        x = F.pad(x, [pad[1] // 2, pad[1] - pad[1] // 2, pad[0] // 2, pad[0] - pad[0] // 2])
+        x = F.pad(
+            x, [pad[1] // 2, pad[1] - pad[1] // 2, pad[0] // 2, pad[0] - pad[0] // 2]
+        )
         return F.conv2d(x, self.weight, self.bias, 2, 0, self.dilation, self.groups)
 
 
@@ -41,7 +47,11 @@ class StandardizedConv(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = F.batch_norm(
-            self.weight.reshape(1, self.out_channels, -1), None, None, training=True, eps=1e-6
+            self.weight.reshape(1, self.out_channels, -1),
+            None,
+            None,
+            training=True,
+            eps=1e-6,
         ).reshape_as(self.weight)
         return F.conv2d(x, weight, self.bias, self.stride, self.padding)
 
@@ -98,7 +108,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, Compute]] 
         0,
         lambda m, x, w: F.conv2d(x, w, m.bias),
     ),
-    "casting": (lambda: CastingLinear(5, 4), (6, 5), 0, lambda m, x, w: F.linear(x, w, m.bias)),
+    "casting": (
+        lambda: CastingLinear(5, 4),
+        (6, 5),
+        0,
+        lambda m, x, w: F.linear(x, w, m.bias),
+    ),
     "conv1d": (lambda: Conv1D(4, 5), (2, 3, 5), 1, lambda m, x, w: x @ w + m.bias),
     "operator": (Projection, (2, 3, 5), 1, lambda m, x, w: x @ w),
 }
@@ -125,10 +140,14 @@ def test_the_call_is_quantized(name: str) -> None:
     _, _, axis, compute = CASES[name]
     granularity = QuantDescriptor(axis=axis).granularity
     weight = weight_of(plain)
-    weight = fake_quantize(weight, reduce_amax(weight, granularity), granularity=granularity)
+    weight = fake_quantize(
+        weight, reduce_amax(weight, granularity), granularity=granularity
+    )
     inner = fake_quantize(x, reduce_amax(x))
     # Both sides make the same call on the same numbers; a product may be summed in another order.
-    torch.testing.assert_close(module(x), compute(plain, inner, weight), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        module(x), compute(plain, inner, weight), rtol=1e-6, atol=1e-6
+    )
     assert not torch.equal(module(x), plain(x))
     with torchq.disabled(module):
         assert torch.equal(module(x), plain(x))
@@ -141,11 +160,15 @@ def test_gradients_reach_parameters(name: str) -> None:
         module(x).square().sum().backward()
     plain(y).square().sum().backward()
     assert torch.equal(x.grad, y.grad)  # type: ignore[arg-type]
-    for (path, got), expected in zip(module.named_parameters(), plain.parameters(), strict=True):
+    for (path, got), expected in zip(
+        module.named_parameters(), plain.parameters(), strict=True
+    ):
         assert torch.equal(got.grad, expected.grad), path
     module.zero_grad()
     module(x.detach()).square().sum().backward()
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in module.parameters())
+    assert all(
+        p.grad is not None and p.grad.abs().sum() > 0 for p in module.parameters()
+    )
 
 
 def test_names_ranges_and_modes(name: str) -> None:
@@ -185,16 +208,23 @@ def test_deploys_on_an_integer_kernel(name: str) -> None:
     torchq.calibrate(model, [x], progress=False)
     deployed = torchq.deploy(model, x)
     (row,) = torchq.summary(deployed).layers
-    if name in ("conv1d", "operator"):  # Products of matrices stay simulated, and say so.
+    if name in (
+        "conv1d",
+        "operator",
+    ):  # Products of matrices stay simulated, and say so.
         assert "kernels compute linear layers and convolutions" in row.note
     else:
         assert row.layer in ("Int8Linear", "Int8Conv")
     alone = torchq.deploy(model)
     rows = torchq.summary(alone).layers
-    assert [row.note for row in rows] == ["only an example shows what its function calls do"]
+    assert [row.note for row in rows] == [
+        "only an example shows what its function calls do"
+    ]
     torch.testing.assert_close(alone(x), model(x).detach(), rtol=1e-5, atol=1e-5)
     for batch in (x, torch.cat([x, x])):
-        torch.testing.assert_close(deployed(batch), model(batch).detach(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            deployed(batch), model(batch).detach(), rtol=1e-5, atol=1e-5
+        )
 
 
 def test_weight_formats_and_blocks() -> None:
@@ -232,7 +262,9 @@ def test_a_forward_that_makes_other_calls_is_an_error() -> None:
     torchq.quantize_(module, example=x)
     module(x)
     module.twice = True
-    with pytest.raises(QuantizationError, match=r"Switching: its forward calls conv2d with a wei"):
+    with pytest.raises(
+        QuantizationError, match=r"Switching: its forward calls conv2d with a wei"
+    ):
         module(x)
 
 
@@ -257,7 +289,11 @@ class Loops(nn.Module):
 def test_a_model_planned_on_one_branch_refuses_weights_of_the_other() -> None:
     module, x = Loops(), torch.randn(2, 4)
     torchq.quantize_(module, example=x)
-    assert [call.site for call in module.torchq_calls] == ["@linear0", "@linear0#1", "@0"]
+    assert [call.site for call in module.torchq_calls] == [
+        "@linear0",
+        "@linear0#1",
+        "@0",
+    ]
     module.rounds = 1
     kernel = module.kernels[0]
     call = module.kernels_0_call
@@ -267,7 +303,9 @@ def test_a_model_planned_on_one_branch_refuses_weights_of_the_other() -> None:
         module.rounds, module.other = 2, False
         setattr(module, attribute, value)
         for twin in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-            with pytest.raises(QuantizationError, match=rf"with a weight at {site}, which it did"):
+            with pytest.raises(
+                QuantizationError, match=rf"with a weight at {site}, which it did"
+            ):
                 twin(x)
 
 
@@ -276,4 +314,6 @@ def test_a_weight_that_is_cast_later_is_quantized_too() -> None:
     x = torch.randn(6, 5)
     torchq.quantize_(module, example=x)
     expected = module(x)
-    torch.testing.assert_close(module(x.double()), expected.double(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        module(x.double()), expected.double(), rtol=1e-6, atol=1e-6
+    )

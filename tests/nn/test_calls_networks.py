@@ -69,7 +69,9 @@ def test_weights_of_children_are_quantized_where_they_are_used(example: Any) -> 
     assert isinstance(model.attention.qkv, QuantLinear)
     torchq.calibrate(model, [TOKENS], progress=False)  # Every quantizer sees data.
     seen: list[Tensor] = []
-    handle = model.attention.norm.register_forward_hook(lambda m, args, out: seen.append(out))
+    handle = model.attention.norm.register_forward_hook(
+        lambda m, args, out: seen.append(out)
+    )
     got = model(TOKENS)
     handle.remove()
     block: Any = model.attention
@@ -89,7 +91,9 @@ def test_weights_of_children_are_quantized_where_they_are_used(example: Any) -> 
 
 @pytest.mark.eight_bit_products
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:While .*, we found certain side effects:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore:While .*, we found certain side effects:UserWarning"
+)
 def test_a_network_with_calls_goes_all_the_way(tmp_path: Path) -> None:
     """One module makes a call with its own weight, one with a computed weight, others of parts."""
 
@@ -115,7 +119,9 @@ def test_a_network_with_calls_goes_all_the_way(tmp_path: Path) -> None:
     torch.testing.assert_close(compiled, model(TOKENS), rtol=1e-4, atol=1e-4)
     deployed = torchq.deploy(model, TOKENS)
     error = (deployed(TOKENS) - model(TOKENS)).norm() / model(TOKENS).norm()
-    assert error < 0.02  # An integer kernel sums exactly, so a code may round the other way.
+    assert (
+        error < 0.02
+    )  # An integer kernel sums exactly, so a code may round the other way.
     with torch.no_grad():
         for strict in (False, True):
             program = torch.export.export(model, (TOKENS,), strict=strict).module()
@@ -171,7 +177,9 @@ def test_calls_that_the_source_does_not_show_are_reported() -> None:
     )
     (skipped,) = torchq.plan(model, example=torch.randn(2, 4)).skipped
     assert skipped.name == "1"
-    assert "linear with a weight in code whose source does not show it" in skipped.reason
+    assert (
+        "linear with a weight in code whose source does not show it" in skipped.reason
+    )
 
 
 class Attends(nn.Module):
@@ -232,7 +240,10 @@ def test_each_round_of_a_loop_has_quantizers_of_its_own() -> None:
     [
         ([CallSite("linear", "missing")], "has no parameter missing"),
         ([CallSite("linear", "no.weight")], "has no attribute"),
-        ([CallSite("matmul", "kernel"), CallSite("matmul", "kernel")], "without a holder among 2"),
+        (
+            [CallSite("matmul", "kernel"), CallSite("matmul", "kernel")],
+            "without a holder among 2",
+        ),
         ([CallSite("matmul", "kernel", site="@1")], "no call of matmul at @1"),
         ([CallSite("linear", "kernel", site="@0")], "no call of linear at @0"),
         ([CallSite("matmul", "kernel", "forward")], "not an nn.Module"),
@@ -249,7 +260,12 @@ def test_refusals_change_nothing(sites: list[CallSite], text: str) -> None:
 def test_sites_are_read_strictly() -> None:
     site = CallSite("matmul", "a.kernel", "a_kernel_call", weight_is_left=True)
     assert CallSite.from_dict(site.to_dict()) == site
-    for key, value in (("kind", "exec"), ("holder", "a b"), ("weight", "x()"), ("is_unseen", "1")):
+    for key, value in (
+        ("kind", "exec"),
+        ("holder", "a b"),
+        ("weight", "x()"),
+        ("is_unseen", "1"),
+    ):
         with pytest.raises(torchq.errors.ConfigError, match="call site"):
             CallSite.from_dict({**site.to_dict(), key: value})
 
@@ -263,8 +279,12 @@ class LayerScale(Parts):
 
 def test_parameters_outside_of_products_are_no_candidates() -> None:
     """Without a run nobody knows, and the report says how to find out."""
-    model = nn.Sequential(LayerScale(linear=nn.Linear(4, 4), scale=nn.Parameter(torch.ones(1, 4))))
-    assert [d.name for d in torchq.plan(model, example=torch.ones(2, 4)).decisions] == ["0.linear"]
+    model = nn.Sequential(
+        LayerScale(linear=nn.Linear(4, 4), scale=nn.Parameter(torch.ones(1, 4)))
+    )
+    assert [d.name for d in torchq.plan(model, example=torch.ones(2, 4)).decisions] == [
+        "0.linear"
+    ]
     (skipped,) = torchq.plan(model).skipped
     assert "pass example= to find function calls with them" in skipped.reason
 
@@ -312,7 +332,9 @@ def test_contractions_of_any_axes_are_quantized() -> None:
     model, x = Contracts(), torch.randn(6, 3, 4)
     simulated(model, [x], example=x)
     first, second = model.mix_call, model.out_call
-    y = torch.einsum("ngi,gio->ngo", first.input_quantizer(x), first.weight_quantizer(model.mix))
+    y = torch.einsum(
+        "ngi,gio->ngo", first.input_quantizer(x), first.weight_quantizer(model.mix)
+    )
     expected = second.input_quantizer(y).matmul(second.weight_quantizer(model.out))
     torch.testing.assert_close(model(x), expected)  # The same sums in another order.
     assert first.weight_quantizer.amax.dim() == 0
@@ -327,7 +349,9 @@ class Chains(nn.Module):
         self.b = nn.Parameter(torch.randn(4, 4))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.bilinear(x, x, self.a[None]) + torch.einsum("ni,ij,jk->nk", x, self.a, self.b)
+        return F.bilinear(x, x, self.a[None]) + torch.einsum(
+            "ni,ij,jk->nk", x, self.a, self.b
+        )
 
 
 def test_products_that_no_quantizer_reaches_are_reported() -> None:
@@ -392,15 +416,25 @@ class Convolves(nn.Module):
     [
         (Blurs(), "calls conv2d with a weight that is no parameter"),
         (Convolves(), "multiplies by a weight in convolution"),
-        (DynamicFilter(generator=nn.Linear(3, 27)), "computes the weight of conv2d from its input"),
+        (
+            DynamicFilter(generator=nn.Linear(3, 27)),
+            "computes the weight of conv2d from its input",
+        ),
         (Table(), "looks up rows of a parameter with F.embedding"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.* only .* quantized")
 def test_weights_in_other_places_are_reported(model: nn.Module, text: str) -> None:
-    x = torch.randint(0, 5, (2, 3)) if isinstance(model, Table) else torch.randn(2, 3, 8, 8)
+    x = (
+        torch.randint(0, 5, (2, 3))
+        if isinstance(model, Table)
+        else torch.randn(2, 3, 8, 8)
+    )
     (skipped,) = torchq.plan(model, example=x).skipped
-    assert (skipped.name, skipped.reason) == ("", f"its forward {text}, which stays float")
+    assert (skipped.name, skipped.reason) == (
+        "",
+        f"its forward {text}, which stays float",
+    )
 
 
 class ReadsTransposed(nn.Module):

@@ -64,8 +64,14 @@ def with_attribute() -> nn.Module:
         ),
         (lambda: OwnLinear(2, 2), "OwnLinear: has no quantized twin"),
         (lambda: QuantLinear(2, 2), "QuantLinear: has no quantized twin"),
-        (with_forward, "Linear: forward was replaced on the instance; expected the class's own"),
-        (with_attribute, "Linear: has weight_quantizer already; expected a float module"),
+        (
+            with_forward,
+            "Linear: forward was replaced on the instance; expected the class's own",
+        ),
+        (
+            with_attribute,
+            "Linear: has weight_quantizer already; expected a float module",
+        ),
     ],
 )
 def test_refusals_change_nothing(make: Any, text: str) -> None:
@@ -92,7 +98,9 @@ def test_none_leaves_a_tensor_alone(generator: torch.Generator) -> None:
     keys = ["weight", "bias", "output_gain", "output_shift", "weight_quantizer.amax"]
     assert list(module.state_dict()) == keys
     rows = fake_quantize(
-        plain.weight, reduce_amax(plain.weight, ROWS.granularity), granularity=ROWS.granularity
+        plain.weight,
+        reduce_amax(plain.weight, ROWS.granularity),
+        granularity=ROWS.granularity,
     )
     assert torch.equal(module(x), nn.functional.linear(x, rows, plain.bias))
     only_input = convert_(copy.deepcopy(plain), input=INT8)
@@ -119,14 +127,20 @@ def test_old_style_weight_norm(norm: Any, generator: torch.Generator) -> None:
         for name, parameter in model.named_parameters():
             if "weight" in name:
                 parameter.mul_(
-                    torch.linspace(1, 3, parameter.shape[0]).view(-1, *[1] * (parameter.dim() - 1))
+                    torch.linspace(1, 3, parameter.shape[0]).view(
+                        -1, *[1] * (parameter.dim() - 1)
+                    )
                 )
     torchq.calibrate(model, [x], progress=False)
     model(x)
     weight = model[0].weight.detach()
-    assert torch.equal(model[0].weight_quantizer.amax, reduce_amax(weight, ROWS.granularity))
+    assert torch.equal(
+        model[0].weight_quantizer.amax, reduce_amax(weight, ROWS.granularity)
+    )
     model(x).sum().backward()
-    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
+    assert all(
+        p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters()
+    )
 
 
 def test_register_checks_its_class() -> None:
@@ -203,7 +217,9 @@ class Doubled(nn.Conv2d):
 
 
 class OwnSeam(nn.Conv2d):
-    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _conv_forward(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
         return super()._conv_forward(input, weight - weight.mean(), bias)
 
 
@@ -248,7 +264,9 @@ class Tied(nn.Linear):
         (nn.Softplus, None),
     ],
 )
-def test_what_a_class_is_quantized_as(cls: type[nn.Module], expected: type | None) -> None:
+def test_what_a_class_is_quantized_as(
+    cls: type[nn.Module], expected: type | None
+) -> None:
     assert quantized_as(cls) is expected
 
 
@@ -259,13 +277,19 @@ def test_a_subclass_is_quantized_as_its_base() -> None:
     plain.load_state_dict(stem.state_dict())
     for module in (stem, plain):
         convert_(module, input=QuantDescriptor(), weight=QuantDescriptor(axis=0))
-    assert isinstance(stem, QuantConv2d) and isinstance(stem, Stem) and stem.flops(2) == 216
+    assert (
+        isinstance(stem, QuantConv2d)
+        and isinstance(stem, Stem)
+        and stem.flops(2) == 216
+    )
     assert torch.equal(stem(x), plain(x))
     assert type(revert_(stem)) is Stem and not list(stem.children())
 
 
 @pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
+    "copied",
+    [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))],
+    ids=["deepcopy", "pickle"],
 )
 def test_copies(copied: Any) -> None:
     module = convert_(Stem(4), input=QuantDescriptor(4))
@@ -290,7 +314,11 @@ class Video(nn.Module):
 
 def test_every_recipe_selects_them_by_their_base() -> None:
     report = torchq.plan(Video())
-    assert [d.name for d in report.replaced] == ["stem", "conv", "head"] and not report.skipped
+    assert [d.name for d in report.replaced] == [
+        "stem",
+        "conv",
+        "head",
+    ] and not report.skipped
     assert report.replaced[0].class_name == "Stem"
     by_own_class = torchq.plan(Video(), exclude=f"type:{__name__}.Stem")
     assert [d.name for d in by_own_class.skipped] == ["stem"]
@@ -307,7 +335,9 @@ def test_save_load_deploy(tmp_path: Path) -> None:
     simulated(model, [x])
     torchq.save(model, tmp_path / "m.pt")
     assert torch.equal(torchq.load(Video().eval(), tmp_path / "m.pt")(x), model(x))
-    kernels = {row.name: row.kernel for row in torchq.summary(torchq.deploy(model, x)).layers}
+    kernels = {
+        row.name: row.kernel for row in torchq.summary(torchq.deploy(model, x)).layers
+    }
     assert "simulated" not in kernels.values() and len(kernels) >= 3
 
 
@@ -335,14 +365,20 @@ PARAMETRIZATIONS: dict[str, Callable[[nn.Module], object]] = {
     "weight_norm": parametrizations.weight_norm,
     "spectral_norm": parametrizations.spectral_norm,
     "orthogonal": parametrizations.orthogonal,
-    "own": lambda layer: parametrize.register_parametrization(layer, "weight", Double()),
+    "own": lambda layer: parametrize.register_parametrization(
+        layer, "weight", Double()
+    ),
 }
 
 
 def network(name: str) -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
+        nn.Conv2d(3, 8, 3),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 4),
     )
     for layer in (model[0], model[4]):
         PARAMETRIZATIONS[name](layer)

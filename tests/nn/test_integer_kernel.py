@@ -58,7 +58,9 @@ class Overwriting(Block):
 @pytest.mark.parametrize("network", [Block, Overwriting])
 def test_a_sum_is_rounded_for_the_layers_behind_it(network: type[Block]) -> None:
     parts = block()
-    model = network(**{name: getattr(parts, name) for name in ("first", "second", "third", "head")})
+    model = network(
+        **{name: getattr(parts, name) for name in ("first", "second", "third", "head")}
+    )
     torchq.restore_(model)
     plan = torchq.plan(model, target="onnxruntime", example=images())
     assert plan.decision("quant_add").rounded_by == "third.input_quantizer"
@@ -83,9 +85,14 @@ def input_of(model: nn.Module, layer: nn.Module, x: Tensor) -> Tensor:
     return inputs[0]
 
 
-def reference(layer: Any, x: Tensor, result: Any, convolve: Callable[..., Tensor]) -> Tensor:
+def reference(
+    layer: Any, x: Tensor, result: Any, convolve: Callable[..., Tensor]
+) -> Tensor:
     """Return what QLinearConv gives for an input, from int64 sums and numbers of their own."""
-    of_input, of_weight = layer.input_quantizer.qparams(), layer.weight_quantizer.qparams()
+    of_input, of_weight = (
+        layer.input_quantizer.qparams(),
+        layer.weight_quantizer.qparams(),
+    )
     codes = layer.input_quantizer.codes(x).long() - of_input.zero_point
     weight = layer.weight_quantizer.codes(layer.weight.detach()).long()
     scale_x = of_input.scale.reshape(()).numpy()
@@ -126,14 +133,19 @@ def test_a_convolution_gives_the_codes_of_its_kernel(groups: int) -> None:
 def test_the_report_of_calibration_says_what_evaluation_computes(
     target: str | None, line: str
 ) -> None:
-    model, x = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1)).eval(), images()
+    model, x = (
+        nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1)).eval(),
+        images(),
+    )
     torchq.quantize_(model, target=target, example=x, progress=False)
     report = torchq.calibrate(model, [x], correct=False, progress=False)
     assert str(report).endswith(line)
 
 
 def last_bit(layer: Any) -> None:
-    layer.weight_quantizer.amax = layer.weight_quantizer.amax.nextafter(torch.tensor(torch.inf))
+    layer.weight_quantizer.amax = layer.weight_quantizer.amax.nextafter(
+        torch.tensor(torch.inf)
+    )
 
 
 def one_bias_by_one(layer: Any) -> None:
@@ -142,7 +154,9 @@ def one_bias_by_one(layer: Any) -> None:
 
 
 def other_input_range(layer: Any) -> None:
-    layer.input_quantizer.range = layer.input_quantizer.range.map(lambda end: end * 1.01)
+    layer.input_quantizer.range = layer.input_quantizer.range.map(
+        lambda end: end * 1.01
+    )
 
 
 def weight_in_place(layer: Any) -> None:
@@ -187,7 +201,9 @@ def test_what_changes_numbers_changes_results(change: Callable[[Any], None]) -> 
     if change is not shifted:
         given = input_of(model, layer, x)
         result = model.get_submodule(layer.rounded_by)
-        assert torch.equal(evaluated(layer, given), reference(layer, given, result, convolve))
+        assert torch.equal(
+            evaluated(layer, given), reference(layer, given, result, convolve)
+        )
     # The last bit of a scale turns no code over here: the numbers themselves tell.
     assert change is last_bit or not torch.equal(before, after)
 
@@ -198,7 +214,11 @@ def test_copies_and_pickles_compute_the_same_and_hold_no_kept_numbers() -> None:
     data = pickle.dumps(model)
     for copied in (copy.deepcopy(model), pickle.loads(data)):
         kernel = copied.first.integer_kernel
-        assert kernel.result is copied.second.input_quantizer is not model.second.input_quantizer
+        assert (
+            kernel.result
+            is copied.second.input_quantizer
+            is not model.second.input_quantizer
+        )
         assert torch.equal(evaluated(copied, x), expected)
     assert len(data) == len(pickle.dumps(copy.deepcopy(model)))
     assert not any("kernel" in key or "kept" in key for key in model.state_dict())
@@ -240,7 +260,9 @@ def observing(model: Any) -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize("how", [gradients, training, delegate, reader_is_gone, observing])
+@pytest.mark.parametrize(
+    "how", [gradients, training, delegate, reader_is_gone, observing]
+)
 def test_everything_else_simulates(how: Callable[[Any], Any]) -> None:
     model, x = block(), images()
     layer: Any = model.second
@@ -301,9 +323,13 @@ def test_a_hook_may_change_what_a_quantizer_returns() -> None:
     expected = evaluated(layer, given)
     seen: list[Tensor] = []
     quantizers = layer.input_quantizer, layer.weight_quantizer
-    handles = [q.register_forward_hook(lambda _, i, out: seen.append(out)) for q in quantizers]
+    handles = [
+        q.register_forward_hook(lambda _, i, out: seen.append(out)) for q in quantizers
+    ]
     assert torch.equal(evaluated(layer, given), expected) and len(seen) == 2
-    handles.append(layer.input_quantizer.register_forward_hook(lambda _, i, out: out * 1.0001))
+    handles.append(
+        layer.input_quantizer.register_forward_hook(lambda _, i, out: out * 1.0001)
+    )
     found = evaluated(layer, given)
     assert len(seen) == 4 and not torch.equal(found, expected)
     torch.testing.assert_close(found, expected, rtol=0.01, atol=0.05)
@@ -327,7 +353,9 @@ def test_a_kernel_that_is_not_exact_is_noticed_and_gone_around(
     def rounds(self: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         calls.append(x.dtype)
         result = plain(self, x, weight, bias)
-        return result * (1 + 2**-22) if x.dtype is torch.float32 and len(x) > 2 else result
+        return (
+            result * (1 + 2**-22) if x.dtype is torch.float32 and len(x) > 2 else result
+        )
 
     monkeypatch.setattr(nn.Conv2d, "_conv_forward", rounds)
     model = copy.deepcopy(model)
@@ -345,7 +373,9 @@ def test_a_kernel_that_is_not_exact_is_noticed_and_gone_around(
 def test_sums_too_large_for_float32_are_added_in_parts(features: int) -> None:
     """With all products near 255 * 127, 518 of them pass 2**24."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(features, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1)).eval()
+    model = nn.Sequential(
+        nn.Conv2d(features, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1)
+    ).eval()
     nn.init.uniform_(model[0].weight, 0.9, 1)
     x = torch.rand(2, features, 3, 3) * 0.1 + 0.9
     torchq.quantize_(model, target="onnxruntime", example=x, progress=False)
@@ -388,7 +418,9 @@ def test_sums_of_codes_are_rounded_as_a_kernel_does() -> None:
     of_b = (ratio_b * 165).float().double()
     fixed = -(ratio_a * 146 + of_b).float().double()
     second = (codes.double() * ratio_b + fixed).float().double()
-    expected = (codes.double()[:, None] * ratio_a + second[None]).float().round().clamp(0, 255)
+    expected = (
+        (codes.double()[:, None] * ratio_a + second[None]).float().round().clamp(0, 255)
+    )
     with torch.no_grad():
         found = model(x, y)
     assert torch.equal(found, expected)
@@ -402,7 +434,9 @@ def test_sums_are_scaled_in_one_product() -> None:
     """Scaled to values first, and to codes then, one of a thousand is another code."""
     runtime = torchq.runtimes.RUNTIMES["onnxruntime"]
     assert runtime.arithmetic is not None
-    scales = torch.rand(2, 64, 1, generator=torch.Generator().manual_seed(0)) * 0.01 + 1e-4
+    scales = (
+        torch.rand(2, 64, 1, generator=torch.Generator().manual_seed(0)) * 0.01 + 1e-4
+    )
     step, to = scales[0], scales[1]
     sums = torch.arange(-30_000.0, 30_000.0).expand(64, -1)
     found = runtime.arithmetic.rounds_products(step, to)(sums.clone())
@@ -416,11 +450,16 @@ def test_kept_numbers_are_made_again_where_one_is_another() -> None:
     kept: KeptNumbers[int] = KeptNumbers()
     numbers, made = torch.arange(4.0), iter(range(9))
     settings = (object(),)
-    assert [kept.get(settings, (numbers, None), lambda: next(made)) for _ in range(3)] == [0] * 3
+    assert [
+        kept.get(settings, (numbers, None), lambda: next(made)) for _ in range(3)
+    ] == [0] * 3
     numbers.data[2] = torch.nextafter(numbers[2], torch.tensor(9.0))
     assert kept.get(settings, (numbers, None), lambda: next(made)) == 1
     assert kept.get((object(),), (numbers, None), lambda: next(made)) == 2
     assert kept.get(settings, (numbers.double(), None), lambda: next(made)) == 3
     assert kept.get(settings, (numbers[:3], None), lambda: next(made)) == 4
     assert kept.get(settings, (numbers[:3], numbers), lambda: next(made)) == 5
-    assert copy.deepcopy(kept).get(settings, (numbers[:3], numbers), lambda: next(made)) == 6
+    assert (
+        copy.deepcopy(kept).get(settings, (numbers[:3], numbers), lambda: next(made))
+        == 6
+    )

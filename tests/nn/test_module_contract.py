@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from tests.contracts.module_contract import CASES, Case, by_hand, convert, set_modes, snapshot
+from tests.contracts.module_contract import (
+    CASES,
+    Case,
+    by_hand,
+    convert,
+    set_modes,
+    snapshot,
+)
 from torchq import QuantDescriptor
 from torchq.nn import QUANTIZED, QuantModule, TensorQuantizer, convert_, revert_
 
@@ -26,7 +33,12 @@ FEW += [
     case
     for case in CASES
     if case.name
-    in ("Conv2d circular", "Conv2d same", "ConvTranspose2d output_size", "Embedding max_norm")
+    in (
+        "Conv2d circular",
+        "Conv2d same",
+        "ConvTranspose2d output_size",
+        "Embedding max_norm",
+    )
 ]
 
 
@@ -66,7 +78,9 @@ def test_the_table_is_complete() -> None:
         for cls, twin in QUANTIZED._entries.items()
         if cls.__module__.startswith("torch.nn") and not twin.is_container
     }
-    torch_layers -= {nn.MultiheadAttention}  # Several inputs and masks: tests/nn/test_attention.py.
+    torch_layers -= {
+        nn.MultiheadAttention
+    }  # Several inputs and masks: tests/nn/test_attention.py.
     # Their results alone are quantized: tests/swap/test_folds.py.
     torch_layers -= {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm}
     assert {type(case.make()) for case in CASES} == torch_layers, (
@@ -88,7 +102,10 @@ def test_off_is_torch(case: Case) -> None:
             flat(got)[0].square().sum().backward()
             grads = [
                 *((a.grad, b.grad) for a, b in zip(x, y, strict=True)),
-                *((p.grad, module.get_parameter(n).grad) for n, p in plain.named_parameters()),
+                *(
+                    (p.grad, module.get_parameter(n).grad)
+                    for n, p in plain.named_parameters()
+                ),
             ]
             assert all((a is None and b is None) or torch.equal(a, b) for a, b in grads)  # type: ignore[arg-type]
 
@@ -98,9 +115,9 @@ def test_quantized_is_by_hand(case: Case) -> None:
     x = case.inputs()
     assert agree(case, module(*x, **case.kwargs), by_hand(case, plain, x))
     if x[0].numel() and not isinstance(plain, nn.Embedding | nn.EmbeddingBag):
-        assert not equal(module(*x, **case.kwargs), plain(*x, **case.kwargs)) or isinstance(
-            plain, nn.MaxPool1d
-        )
+        assert not equal(
+            module(*x, **case.kwargs), plain(*x, **case.kwargs)
+        ) or isinstance(plain, nn.MaxPool1d)
 
 
 def test_every_quantizer_works(case: Case) -> None:
@@ -134,7 +151,11 @@ def test_gradients_reach_input_and_parameters(case: Case) -> None:
         assert agree(case, parameter.grad, other.grad), name
     for a, b in zip(x, y, strict=True):
         if a.is_floating_point():
-            assert a.grad is not None and b.grad is not None and agree(case, a.grad, b.grad)
+            assert (
+                a.grad is not None
+                and b.grad is not None
+                and agree(case, a.grad, b.grad)
+            )
 
 
 def test_convert_and_revert_are_inverse(case: Case) -> None:
@@ -150,10 +171,17 @@ def test_convert_and_revert_are_inverse(case: Case) -> None:
     before = snapshot(module)
     reference = module(*case.inputs(), **case.kwargs)
     for _ in range(2):
-        assert convert_(module, input=QuantDescriptor(), weight=QuantDescriptor()) is module
-        assert isinstance(elsewhere[0], QuantModule) and isinstance(module, type(case.make()))
+        assert (
+            convert_(module, input=QuantDescriptor(), weight=QuantDescriptor())
+            is module
+        )
+        assert isinstance(elsewhere[0], QuantModule) and isinstance(
+            module, type(case.make())
+        )
         assert {
-            key: snapshot(module)[key] for key in before if key not in ("class", "_modules")
+            key: snapshot(module)[key]
+            for key in before
+            if key not in ("class", "_modules")
         } == {key: before[key] for key in before if key not in ("class", "_modules")}
         assert not any(part.training for part in module.modules())
         module(*case.inputs(), **case.kwargs)
@@ -198,7 +226,9 @@ def calibrated(case: Case) -> tuple[QuantModule, tuple[torch.Tensor, ...]]:
     _, module = convert(case)
     inputs = tuple(tensor.detach() for tensor in case.inputs())
     for slot, x in zip(module.input_slots, inputs, strict=False):
-        getattr(module, f"{slot}_quantizer").calibrate_on(x if x.numel() else torch.ones(1))
+        getattr(module, f"{slot}_quantizer").calibrate_on(
+            x if x.numel() else torch.ones(1)
+        )
     for quantizer, weight in module.quantized_weights():
         quantizer.calibrate_on(weight)
     return module.eval(), inputs
@@ -235,7 +265,8 @@ def test_exports(case: Case) -> None:
     with torch.no_grad():
         program = torch.export.export(holder, x, strict=False).module()
         assert all(
-            torch.equal(a, b) for a, b in zip(flat(program(*x)), flat(holder(*x)), strict=True)
+            torch.equal(a, b)
+            for a, b in zip(flat(program(*x)), flat(holder(*x)), strict=True)
         )
 
 
@@ -269,7 +300,9 @@ def test_direct_construction() -> None:
                 **dict.fromkeys(("LSTM", "GRU", "RNN"), (4, 2)),
                 "": (),
             }
-            given = next(value for key, value in args.items() if key in float_class.__name__)
+            given = next(
+                value for key, value in args.items() if key in float_class.__name__
+            )
             module = cls(*given, input_descriptor=QuantDescriptor(4))
             assert (
                 isinstance(module, float_class)

@@ -36,11 +36,14 @@ def test_binary_operators(cls: type[Any], function: Any, dtype: torch.dtype) -> 
     with torchq.disabled(module):
         assert torch.equal(module(x, y), function(x, y))
     assert torch.equal(
-        module(x, y), function(fake_quantize(x, x.abs().max()), fake_quantize(y, y.abs().max()))
+        module(x, y),
+        function(fake_quantize(x, x.abs().max()), fake_quantize(y, y.abs().max())),
     )
     module.input_quantizer.set_amax(1.0)
     module.other_quantizer.set_amax(2.0)
-    assert torch.equal(module(x, y), function(fake_quantize(x, 1.0), fake_quantize(y, 2.0)))
+    assert torch.equal(
+        module(x, y), function(fake_quantize(x, 1.0), fake_quantize(y, 2.0))
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,15 +61,21 @@ def test_cat_has_one_range() -> None:
     module = torchq.nn.QuantCat(0)
     a = torch.randn(2, 3)
     b = 10 * torch.randn(4, 3)
-    torchq.calibrate(module, [[a, b]], forward=lambda m, batch: m(batch), progress=False)
+    torchq.calibrate(
+        module, [[a, b]], forward=lambda m, batch: m(batch), progress=False
+    )
     amax = torch.cat([a, b]).abs().max()
     assert torch.equal(module.input_quantizer.amax, amax)
     assert torch.equal(module([a, b]), fake_quantize(torch.cat([a, b]), amax))
-    assert torch.equal(module((a.t(), b.t()), dim=1), fake_quantize(torch.cat([a, b]), amax).t())
+    assert torch.equal(
+        module((a.t(), b.t()), dim=1), fake_quantize(torch.cat([a, b]), amax).t()
+    )
 
 
 def test_float_modules_are_swapped_and_restored() -> None:
-    model = nn.ModuleDict({"add": torchq.nn.Add(), "cat": torchq.nn.Cat(0), "tap": torchq.nn.Tap()})
+    model = nn.ModuleDict(
+        {"add": torchq.nn.Add(), "cat": torchq.nn.Cat(0), "tap": torchq.nn.Tap()}
+    )
     for module in model.values():
         convert_(module, input=QuantDescriptor(4))
         assert isinstance(module, QuantModule)
@@ -78,7 +87,9 @@ def test_float_modules_are_swapped_and_restored() -> None:
     torchq.restore_(model)
     assert [type(m).__name__ for m in model.values()] == ["Add", "Cat", "Tap"]
     assert not list(model["add"].children())
-    assert torch.equal(model["cat"]([torch.ones(1), torch.zeros(1)]), torch.tensor([1.0, 0.0]))
+    assert torch.equal(
+        model["cat"]([torch.ones(1), torch.zeros(1)]), torch.tensor([1.0, 0.0])
+    )
 
 
 class Gate(nn.Module):
@@ -89,7 +100,9 @@ class Gate(nn.Module):
         self.linear = nn.Linear(4, 4)
         self.scale = nn.Parameter(torch.tensor(2.0))
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, *, shift: float = 0.0) -> Tensor:
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, *, shift: float = 0.0
+    ) -> Tensor:
         y = self.linear(x) + x
         y = F.dropout(y, 0.5, training=self.training)
         return y * self.scale if mask is None else y + mask
@@ -119,9 +132,9 @@ def test_wiring_changes_the_forward_alone() -> None:
     handle.remove()
     assert torch.equal(seen[0], module.linear(x) + x)
     assert type(revert_(module)) is Gate
-    assert list(vars(module)) == list(vars(Gate())) and [n for n, _ in module.named_children()] == [
-        "linear"
-    ]
+    assert list(vars(module)) == list(vars(Gate())) and [
+        n for n, _ in module.named_children()
+    ] == ["linear"]
     assert torch.equal(module(x), expected)
 
 
@@ -186,19 +199,25 @@ def test_sharing_takes_the_largest_known_range() -> None:
     torchq.quantize_(model)
     model[0].input_quantizer.set_amax(1.0)
     model[1].input_quantizer.set_amax(3.0)
-    assert share_quantizers_(model, ["0.input_quantizer", "1.input_quantizer"]).amax == 3.0
+    assert (
+        share_quantizers_(model, ["0.input_quantizer", "1.input_quantizer"]).amax == 3.0
+    )
 
 
 def test_what_cannot_be_shared_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     torchq.quantize_(model)
-    text = r"share_range_: '0\.\*' selects \['0\.input_quantizer'\]; expected at least two"
+    text = (
+        r"share_range_: '0\.\*' selects \['0\.input_quantizer'\]; expected at least two"
+    )
     with pytest.raises(ConfigError, match=text):
         torchq.qat.share_range_(model, "0.*")
     text = "share: 0 is QuantLinear; expected the path of a quantizer"
     with pytest.raises(QuantizationError, match=text):
         share_quantizers_(model, ["0", "1"])
-    text = r"share: 0\.weight_quantizer is int8 axis=0 max; expected int8 per-tensor max"
+    text = (
+        r"share: 0\.weight_quantizer is int8 axis=0 max; expected int8 per-tensor max"
+    )
     with pytest.raises(ConfigError, match=text):
         share_quantizers_(model, ["1.input_quantizer", "0.weight_quantizer"])
     with pytest.raises(ConfigError, match="expected a range per tensor"):

@@ -57,7 +57,9 @@ def test_strict_load_into_an_uncalibrated_twin(
     buffer = io.BytesIO()
     torch.save(q.state_dict(), buffer)
     buffer.seek(0)
-    twin.load_state_dict(torch.load(buffer, weights_only=True), strict=True, assign=assign)
+    twin.load_state_dict(
+        torch.load(buffer, weights_only=True), strict=True, assign=assign
+    )
     assert twin.calibrated and same_range(twin, q)
     assert isinstance(twin.amax, nn.Parameter) == d.learn_amax
     assert torch.equal(twin(x), q(x))
@@ -69,20 +71,27 @@ def test_strict_load_into_an_uncalibrated_twin(
 
 @pytest.mark.parametrize("shape", [(), (1,), (4,), (4, 1), (1, 1)], ids=str)
 @pytest.mark.parametrize("key", ["_amax", "amax"])
-def test_legacy_keys_and_shapes(key: str, shape: tuple[int, ...], x: torch.Tensor) -> None:
+def test_legacy_keys_and_shapes(
+    key: str, shape: tuple[int, ...], x: torch.Tensor
+) -> None:
     q = TensorQuantizer(QuantDescriptor(axis=0))
     values = torch.rand(shape) + 0.5
     q.load_state_dict({key: values}, strict=True)
     assert q.amax.shape == shape
     by_row = values.reshape(-1, 1).expand(4, 1)
     assert torch.equal(
-        q(x), torchq.functional.fake_quantize(x, by_row, granularity=q.descriptor.granularity)
+        q(x),
+        torchq.functional.fake_quantize(
+            x, by_row, granularity=q.descriptor.granularity
+        ),
     )
 
 
 def test_legacy_pre_quant_scale() -> None:
     q = TensorQuantizer()
-    q.load_state_dict({"_amax": torch.tensor(1.0), "_pre_quant_scale": torch.full((3,), 2.0)})
+    q.load_state_dict(
+        {"_amax": torch.tensor(1.0), "_pre_quant_scale": torch.full((3,), 2.0)}
+    )
     assert q.pre_quant_scale is not None and q.pre_quant_scale.tolist() == [2.0] * 3
 
 
@@ -104,7 +113,11 @@ def test_deepcopy_and_pickle(d: QuantDescriptor, x: torch.Tensor) -> None:
     ):
         prepare()
         for twin in (copy.deepcopy(q), pickle.loads(pickle.dumps(q))):
-            assert (twin.mode, twin.descriptor, twin.name) == (q.mode, q.descriptor, q.name)
+            assert (twin.mode, twin.descriptor, twin.name) == (
+                q.mode,
+                q.descriptor,
+                q.name,
+            )
             assert same_range(twin, q) and twin.amax is not q.amax
             assert isinstance(twin.amax, nn.Parameter) == d.learn_amax
             assert torch.equal(twin(x), q(x))
@@ -112,7 +125,9 @@ def test_deepcopy_and_pickle(d: QuantDescriptor, x: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("convert", ["half", "bfloat16", "double", "to_half"])
 @pytest.mark.parametrize("d", DESCRIPTORS, ids=str)
-def test_amax_keeps_float32_to_the_bit(d: QuantDescriptor, convert: str, x: torch.Tensor) -> None:
+def test_amax_keeps_float32_to_the_bit(
+    d: QuantDescriptor, convert: str, x: torch.Tensor
+) -> None:
     model = nn.Sequential(nn.Linear(6, 2), calibrated(d, x))
     q = model[1]
     before = copy.deepcopy(q)
@@ -128,7 +143,9 @@ def test_amax_keeps_float32_to_the_bit(d: QuantDescriptor, convert: str, x: torc
 
 
 @pytest.mark.parametrize(
-    "d", [DESCRIPTORS[0], QuantDescriptor(axis=0, learn_amax=True), DESCRIPTORS[-1]], ids=str
+    "d",
+    [DESCRIPTORS[0], QuantDescriptor(axis=0, learn_amax=True), DESCRIPTORS[-1]],
+    ids=str,
 )
 def test_meta_to_empty_and_load(d: QuantDescriptor, x: torch.Tensor) -> None:
     """A model built on the meta device, given memory and loaded has its range where it is."""
@@ -152,7 +169,9 @@ def test_meta_to_empty_and_load(d: QuantDescriptor, x: torch.Tensor) -> None:
 def test_a_switch_is_true_or_false(switch: str, value: Any) -> None:
     q = TensorQuantizer()
     before = q.mode
-    with pytest.raises(ConfigError, match=rf"TensorQuantizer: got {switch}=.*; expected True or F"):
+    with pytest.raises(
+        ConfigError, match=rf"TensorQuantizer: got {switch}=.*; expected True or F"
+    ):
         setattr(q, switch, value)
     assert q.mode == before
 
@@ -160,7 +179,9 @@ def test_a_switch_is_true_or_false(switch: str, value: Any) -> None:
 def test_an_assigned_range_is_checked_and_stays_float32() -> None:
     q = TensorQuantizer(QuantDescriptor(amax=1.0))
     for bad in (-1.0, float("nan"), float("inf"), 1j):
-        with pytest.raises(ConfigError, match=r"got amax .*; expected finite numbers >= 0"):
+        with pytest.raises(
+            ConfigError, match=r"got amax .*; expected finite numbers >= 0"
+        ):
             q.amax = torch.tensor(bad)
     assert q.amax == 1
     for dtype in (torch.float16, torch.float64, torch.int64):
@@ -168,7 +189,9 @@ def test_an_assigned_range_is_checked_and_stays_float32() -> None:
         assert q.amax.dtype is torch.float32 and q.amax == 2
     q.amax = torch.empty(0)
     assert not q.calibrated
-    both = TensorQuantizer(QuantDescriptor(symmetric=False, unsigned=True, amin=-1.0, amax=1.0))
+    both = TensorQuantizer(
+        QuantDescriptor(symmetric=False, unsigned=True, amin=-1.0, amax=1.0)
+    )
     with pytest.raises(ConfigError, match=r"got amin .*; expected finite numbers <= 0"):
         both.amin = torch.tensor(1.0)
 
@@ -184,14 +207,20 @@ def test_a_checkpoint_of_a_quantized_layer_without_a_range_does_not_load_strictl
 
     model = build()
     torchq.calibrate(model, [x], progress=False)
-    part = {key: value for key, value in model.state_dict().items() if f"2.{lost}" not in key}
+    part = {
+        key: value
+        for key, value in model.state_dict().items()
+        if f"2.{lost}" not in key
+    }
     with pytest.raises(RuntimeError, match=rf'Missing key.*: "2\.{lost}\.amax"'):
         build().load_state_dict(part, strict=True)
     found = build().load_state_dict(part, strict=False)
     assert (found.missing_keys, found.unexpected_keys) == ([f"2.{lost}.amax"], [])
 
 
-def test_a_float_layer_of_a_checkpoint_leaves_the_ranges_as_they_are(x: torch.Tensor) -> None:
+def test_a_float_layer_of_a_checkpoint_leaves_the_ranges_as_they_are(
+    x: torch.Tensor,
+) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2))
     plain = {key: value.clone() for key, value in model.state_dict().items()}
     simulated(model, [x])
@@ -200,7 +229,9 @@ def test_a_float_layer_of_a_checkpoint_leaves_the_ranges_as_they_are(x: torch.Te
     assert torch.equal(model(x), expected)
 
 
-def test_a_range_of_a_shared_quantizer_may_be_in_a_checkpoint_once(x: torch.Tensor) -> None:
+def test_a_range_of_a_shared_quantizer_may_be_in_a_checkpoint_once(
+    x: torch.Tensor,
+) -> None:
     class Sum(Parts):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.a(x) + self.b(x)
@@ -225,12 +256,16 @@ def lost_scales(count: int, descriptor: QuantDescriptor = QuantDescriptor()) -> 
     """Return scales that the range of their outermost codes gives back a last bit off."""
     scale = torch.rand(4000, generator=torch.Generator().manual_seed(0)) / 10 + 1e-3
     qparams = QParams(scale, torch.full_like(scale, 7), descriptor.format)
-    found = Range.of_qparams(qparams, symmetric=descriptor.symmetric).qparams(descriptor.format)
+    found = Range.of_qparams(qparams, symmetric=descriptor.symmetric).qparams(
+        descriptor.format
+    )
     lost = scale[found.scale != scale]
     return lost[:count]
 
 
-def held(descriptor: QuantDescriptor, scale: Tensor, point: Any = None) -> TensorQuantizer:
+def held(
+    descriptor: QuantDescriptor, scale: Tensor, point: Any = None
+) -> TensorQuantizer:
     q = TensorQuantizer(descriptor)
     q.set_qparams(scale, point)
     return q
@@ -264,17 +299,23 @@ def test_calls_use_exactly_the_scale(point: int | None, dtype: torch.dtype) -> N
         codes = (x.to(working) / scale.to(working)).round().clamp(low, high)
         assert torch.equal(q(x), (codes * scale).to(dtype))
         assert torch.equal(q.codes(x), codes + (point or 0))
-        assert torch.equal(q.scale, scale) and int(q.calculate_qparams()[1]) == (point or 0)
+        assert torch.equal(q.scale, scale) and int(q.calculate_qparams()[1]) == (
+            point or 0
+        )
         ends = q.range.map(float)
         assert ends.high == pytest.approx(high * float(scale))
-        assert ends.low == (None if point is None else pytest.approx(-point * float(scale)))
+        assert ends.low == (
+            None if point is None else pytest.approx(-point * float(scale))
+        )
 
 
 def test_channels_and_blocks_and_float_formats() -> None:
     scales = lost_scales(6)
     w = torch.randn(6, 4, generator=torch.Generator().manual_seed(2))
     q = held(QuantDescriptor(axis=0), scales.view(6, 1))
-    assert torch.equal(q(w), (w / scales[:, None]).round().clamp(-128, 127) * scales[:, None])
+    assert torch.equal(
+        q(w), (w / scales[:, None]).round().clamp(-128, 127) * scales[:, None]
+    )
     blocks = held(QuantDescriptor(4, block_size=2), scales.view(6, 1).expand(6, 2))
     wide = scales[:, None]
     assert torch.equal(blocks(w), (w / wide).round().clamp(-8, 7) * wide)
@@ -313,7 +354,9 @@ def test_copies_checkpoints_and_casts_keep_the_scale(tmp_path: Path) -> None:
     fresh = nn.Sequential(nn.Linear(8, 6))
     torchq.quantize_(fresh, torchq.recipes.int8(symmetric=False), progress=False)
     fresh.load_state_dict(model.state_dict())
-    assert torch.equal(fresh(x), wanted) and set(fresh.state_dict()) == set(model.state_dict())
+    assert torch.equal(fresh(x), wanted) and set(fresh.state_dict()) == set(
+        model.state_dict()
+    )
     scale = model[0].input_quantizer.scale
     assert torch.equal(copy.deepcopy(model).half()[0].input_quantizer.scale, scale)
 
@@ -333,7 +376,9 @@ def test_a_file_without_the_scale_ends_it(tmp_path: Path) -> None:
         x = torch.randn(5, 8)
         assert torch.equal(model(x), plain(x))
     model = network()
-    model.load_state_dict(nn.Sequential(nn.Linear(8, 6)).state_dict())  # floats leave it alone
+    model.load_state_dict(
+        nn.Sequential(nn.Linear(8, 6)).state_dict()
+    )  # floats leave it alone
     assert torch.equal(model[0].input_quantizer.scale, lost_scales(1)[0])
 
 
@@ -343,7 +388,9 @@ def test_damaged_files_are_refused(value: Any, tmp_path: Path) -> None:
     file = torch.load(tmp_path / "m.pt", weights_only=True)
     file["state_dict"]["0.input_quantizer.held_scale"] = torch.tensor(value)
     torch.save(file, tmp_path / "m.pt")
-    with pytest.raises(ConfigError, match=r"load: 0\.input_quantizer\.held_scale: .* is damaged"):
+    with pytest.raises(
+        ConfigError, match=r"load: 0\.input_quantizer\.held_scale: .* is damaged"
+    ):
         torchq.load(nn.Sequential(nn.Linear(8, 6)), tmp_path / "m.pt")
 
 
@@ -360,7 +407,12 @@ def test_files_have_exactly_the_scale(dynamo: bool, tmp_path: Path) -> None:
         for node in file.graph.node
         if node.op_type == "Constant"
     ]
-    found = {float(number) for value in stored if value.dtype == "float32" for number in value.flat}
+    found = {
+        float(number)
+        for value in stored
+        if value.dtype == "float32"
+        for number in value.flat
+    }
     assert {float(scale) for scale in lost_scales(7)} <= found
     assert torchq.verify_onnx(model, tmp_path / "m.onnx", [x], progress=False).ok
     read = torchq.from_onnx(tmp_path / "m.onnx")
@@ -370,7 +422,9 @@ def test_files_have_exactly_the_scale(dynamo: bool, tmp_path: Path) -> None:
 def test_kernels_have_exactly_the_scale() -> None:
     model = network()
     x = torch.randn(5, 8, generator=torch.Generator().manual_seed(3))
-    layer: Any = next(m for m in torchq.deploy(model, x).modules() if hasattr(m, "weight_codes"))
+    layer: Any = next(
+        m for m in torchq.deploy(model, x).modules() if hasattr(m, "weight_codes")
+    )
     codes = (model[0].weight / lost_scales(7)[1:, None]).round().clamp(-128, 127)
     assert torch.equal(layer.weight_codes.float().reshape(6, 8), codes)
     assert torch.equal(layer.weight_scale.flatten(), lost_scales(7)[1:])
@@ -378,8 +432,10 @@ def test_kernels_have_exactly_the_scale() -> None:
 
 
 def test_another_range_ends_it(tmp_path: Path) -> None:
-    def changed(change: Any, descriptor: QuantDescriptor = QuantDescriptor()) -> TensorQuantizer:  # noqa: B008
-        q = held(descriptor, lost_scales(1)[0])
+    def changed(
+        change: Any, descriptor: QuantDescriptor | None = None
+    ) -> TensorQuantizer:
+        q = held(descriptor or QuantDescriptor(), lost_scales(1)[0])
         change(q)
         assert "held_scale" not in q.state_dict()
         return q
@@ -405,18 +461,58 @@ def test_learned_ranges_start_from_it() -> None:
 @pytest.mark.parametrize(
     ("descriptor", "arguments", "text"),
     [
-        (QuantDescriptor(learn_amax=True), (1.0,), "expected a descriptor without learn_amax"),
-        (QuantDescriptor(dynamic=True), (1.0,), "expected a descriptor without learn_amax"),
-        (QuantDescriptor(scale_amax=0.5), (1.0,), "expected a descriptor without learn_amax"),
-        (QuantDescriptor(power_of_two=True), (1.0,), "expected a descriptor without learn_amax"),
-        (QuantDescriptor(), ([1.0, 2.0],), r"a scale of shape \(2,\) .* one element per tensor"),
+        (
+            QuantDescriptor(learn_amax=True),
+            (1.0,),
+            "expected a descriptor without learn_amax",
+        ),
+        (
+            QuantDescriptor(dynamic=True),
+            (1.0,),
+            "expected a descriptor without learn_amax",
+        ),
+        (
+            QuantDescriptor(scale_amax=0.5),
+            (1.0,),
+            "expected a descriptor without learn_amax",
+        ),
+        (
+            QuantDescriptor(power_of_two=True),
+            (1.0,),
+            "expected a descriptor without learn_amax",
+        ),
+        (
+            QuantDescriptor(),
+            ([1.0, 2.0],),
+            r"a scale of shape \(2,\) .* one element per tensor",
+        ),
         (AFFINE, ([1.0], [1, 2]), r"a zero point of shape \(2,\)"),
-        (AFFINE, (1.0, 256), "zero points from 256 to 256 .* expected whole numbers from 0 to 255"),
-        (QuantDescriptor(), (1.0, 1), "zero points from 1 to 1 .* whole numbers from 0 to 0"),
+        (
+            AFFINE,
+            (1.0, 256),
+            "zero points from 256 to 256 .* expected whole numbers from 0 to 255",
+        ),
+        (
+            QuantDescriptor(),
+            (1.0, 1),
+            "zero points from 1 to 1 .* whole numbers from 0 to 0",
+        ),
         (AFFINE, (1.0, 1.5), "zero points from 1.5 to 1.5"),
-        (QuantDescriptor(), (0.0,), "expected normal numbers > 0 whose range fits float32"),
-        (QuantDescriptor(), (1e-40,), "expected normal numbers > 0 whose range fits float32"),
-        (QuantDescriptor(), (3e38,), "expected normal numbers > 0 whose range fits float32"),
+        (
+            QuantDescriptor(),
+            (0.0,),
+            "expected normal numbers > 0 whose range fits float32",
+        ),
+        (
+            QuantDescriptor(),
+            (1e-40,),
+            "expected normal numbers > 0 whose range fits float32",
+        ),
+        (
+            QuantDescriptor(),
+            (3e38,),
+            "expected normal numbers > 0 whose range fits float32",
+        ),
         (QuantDescriptor(), (-1.0,), "got scale -1.0; expected finite numbers >= 0"),
     ],
     ids=str,

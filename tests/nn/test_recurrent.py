@@ -48,7 +48,9 @@ def sequence(batch_first: bool = False) -> Tensor:
 
 def by_hand(layer: Any, x: Tensor, state: Any, keep: Tensor | None = None) -> Any:
     """Return the outputs and the parts of the last state, with the quantizers of the layer."""
-    y, last = recurrent_by_hand(layer, x, lambda s, t: layer.quantizer(s)(t), state, keep)
+    y, last = recurrent_by_hand(
+        layer, x, lambda s, t: layer.quantizer(s)(t), state, keep
+    )
     return y, parts(last)
 
 
@@ -69,7 +71,8 @@ def zeros(layer: Any, rows: int) -> tuple[Tensor, ...]:
     widths += [layer.hidden_size] if isinstance(layer, nn.LSTM) else []
     generator = torch.Generator().manual_seed(2)
     return tuple(
-        torch.randn(count, rows, w, generator=generator, dtype=torch.float64) for w in widths
+        torch.randn(count, rows, w, generator=generator, dtype=torch.float64)
+        for w in widths
     )
 
 
@@ -85,17 +88,24 @@ def test_results_and_gradients_are_those_by_hand(
     """Gradients of the given state too, which the last state has beside the outputs."""
     layer = quantized(cls, options, learn)
     grads = []
-    for compute in (lambda x, state: layer(x, as_given(state)), partial(by_hand, layer)):
+    for compute in (
+        lambda x, state: layer(x, as_given(state)),
+        partial(by_hand, layer),
+    ):
         x = sequence(layer.batch_first)
         state = tuple(part.requires_grad_() for part in zeros(layer, 3))
         found, last = compute(x, state)
-        weight = torch.linspace(-1, 1, found.numel(), dtype=torch.float64).view_as(found)
+        weight = torch.linspace(-1, 1, found.numel(), dtype=torch.float64).view_as(
+            found
+        )
         loss = (found * weight).sum() + sum(part.square().sum() for part in parts(last))
         layer.zero_grad()
         loss.backward()
         tensors = {"x": x, **dict(enumerate(state)), **dict(layer.named_parameters())}
         grads.append({name: tensor.grad.clone() for name, tensor in tensors.items()})
-        grads[-1]["results"] = torch.cat([t.flatten() for t in (found, *parts(last))]).detach()
+        grads[-1]["results"] = torch.cat(
+            [t.flatten() for t in (found, *parts(last))]
+        ).detach()
     for name, one in grads[0].items():
         # Ranges are float32; the reference adds their gradients up step by step.
         close = {"rtol": 1e-5, "atol": 1e-5} if one.dtype is torch.float32 else CLOSE
@@ -109,7 +119,9 @@ def test_packed_sequences(cls: type, options: dict[str, Any]) -> None:
     x = sequence().detach()
     state = zeros(layer, 3)
     lengths = [2, 6, 3]
-    packed = pack_sequence([x[:n, i] for i, n in enumerate(lengths)], enforce_sorted=False)
+    packed = pack_sequence(
+        [x[:n, i] for i, n in enumerate(lengths)], enforce_sorted=False
+    )
     found, last = layer(packed, as_given(state))
     assert isinstance(found, PackedSequence)
     keep = torch.arange(6).unsqueeze(1) < torch.tensor(lengths)
@@ -180,13 +192,17 @@ def test_unsigned_inputs_keep_a_signed_hidden_state() -> None:
 
 
 def test_autocast_trains() -> None:
-    layer: Any = convert_(nn.LSTM(5, 7), input=QuantDescriptor(), weight=QuantDescriptor(axis=0))
+    layer: Any = convert_(
+        nn.LSTM(5, 7), input=QuantDescriptor(), weight=QuantDescriptor(axis=0)
+    )
     x = sequence().detach().float()
     torchq.calibrate(layer, [x], progress=False)
     with torch.autocast("cpu", torch.bfloat16):
         y, _ = layer(x)
     y.float().sum().backward()
-    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in layer.parameters())
+    assert all(
+        p.grad is not None and bool(p.grad.isfinite().all()) for p in layer.parameters()
+    )
 
 
 @pytest.mark.parametrize("cls", LAYERS)
@@ -197,5 +213,7 @@ def test_no_rows_and_no_steps(cls: type, hidden: str) -> None:
         layer.quantizer(f"hidden{end}").mode = hidden
     found, _ = layer(torch.zeros(3, 0, 5, dtype=torch.float64))
     assert found.shape == (3, 0, 14)
-    with pytest.raises(QuantizationError, match="got a sequence of 0 steps; expected at least"):
+    with pytest.raises(
+        QuantizationError, match="got a sequence of 0 steps; expected at least"
+    ):
         layer(torch.zeros(0, 2, 5, dtype=torch.float64))

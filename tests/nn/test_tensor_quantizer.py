@@ -55,7 +55,9 @@ def test_unknown_mode_is_refused() -> None:
     q = TensorQuantizer()
     q.name = "layer.input_quantizer"
     for bad in ("", None, ["off"]):
-        with pytest.raises(ConfigError, match=r"layer.input_quantizer: got mode .*; expected one"):
+        with pytest.raises(
+            ConfigError, match=r"layer.input_quantizer: got mode .*; expected one"
+        ):
             q.mode = bad  # type: ignore[assignment]
     assert q.mode == "quantize"
 
@@ -82,7 +84,11 @@ def test_quantizes_as_described(d: QuantDescriptor, x: torch.Tensor) -> None:
 
     def by_hand(data: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
         return fake_quantize(
-            data, amax * (d.scale_amax or 1.0), d.format, d.granularity, d.block_scale_format
+            data,
+            amax * (d.scale_amax or 1.0),
+            d.format,
+            d.granularity,
+            d.block_scale_format,
         )
 
     assert torch.equal(q(x), by_hand(x, reduce_amax(x, d.granularity)))
@@ -92,14 +98,18 @@ def test_quantizes_as_described(d: QuantDescriptor, x: torch.Tensor) -> None:
     q(x / 2)
     q.finish_calibration()
     assert q.calibrated and not q.observing and q.calibrator is None
-    assert q.amax.dtype is torch.float32 and q.amax.shape == d.granularity.amax_shape(x.shape)
+    assert q.amax.dtype is torch.float32 and q.amax.shape == d.granularity.amax_shape(
+        x.shape
+    )
     fixed = reduce_amax(x.clamp(min=0) if d.unsigned else x, d.granularity)
     assert torch.equal(q.amax, fixed)
     assert torch.equal(
-        q(x * 3), by_hand(x * 3, reduce_amax(x * 3, d.granularity) if d.dynamic else fixed)
+        q(x * 3),
+        by_hand(x * 3, reduce_amax(x * 3, d.granularity) if d.dynamic else fixed),
     )
     assert torch.equal(
-        q.scale, scale_from_amax(fixed * (d.scale_amax or 1.0), d.format, d.block_scale_format)
+        q.scale,
+        scale_from_amax(fixed * (d.scale_amax or 1.0), d.format, d.block_scale_format),
     )
 
 
@@ -123,7 +133,9 @@ def test_pre_quant_scale_multiplies_in_every_mode(x: torch.Tensor) -> None:
     assert q(x.half()).dtype is torch.float16
     twin = TensorQuantizer(QuantDescriptor())
     twin.load_state_dict(q.state_dict())
-    assert twin.pre_quant_scale is not None and torch.equal(twin.pre_quant_scale, q.pre_quant_scale)
+    assert twin.pre_quant_scale is not None and torch.equal(
+        twin.pre_quant_scale, q.pre_quant_scale
+    )
 
 
 def test_set_amax() -> None:
@@ -169,10 +181,14 @@ def test_bad_statistics_leave_the_range_alone(x: torch.Tensor) -> None:
 
 
 def test_unknown_calibration_method_is_an_error_at_once() -> None:
-    with pytest.raises(ConfigError, match="unknown calibration method 'maximum'; expected one of"):
+    with pytest.raises(
+        ConfigError, match="unknown calibration method 'maximum'; expected one of"
+    ):
         TensorQuantizer(QuantDescriptor(calib_method="maximum"))
     with pytest.raises(ConfigError, match="percentil"):
-        TensorQuantizer(QuantDescriptor(calib_method="percentile", calib_options={"percentil": 99}))
+        TensorQuantizer(
+            QuantDescriptor(calib_method="percentile", calib_options={"percentil": 99})
+        )
 
 
 def test_blocks_of_a_weight_are_searched_for_the_least_error() -> None:
@@ -184,7 +200,9 @@ def test_blocks_of_a_weight_are_searched_for_the_least_error() -> None:
         (q.amax < reduce_amax(w, PerBlock(32))).any()
     )
     q.name = "fc.input_quantizer"
-    with pytest.raises(ConfigError, match=r"^fc.input_quantizer: histogram: got PerBlock"):
+    with pytest.raises(
+        ConfigError, match=r"^fc.input_quantizer: histogram: got PerBlock"
+    ):
         q.start_calibration()  # of activations, whose tensors are not at hand
 
 
@@ -226,14 +244,23 @@ def test_half_between_backward_and_step() -> None:
     q = TensorQuantizer(QuantDescriptor(amax=1.0, learn_amax=True))
     q(torch.randn(8)).sum().backward()
     q.half()
-    assert q.amax.grad is not None and q.amax.dtype is q.amax.grad.dtype is torch.float32
+    assert (
+        q.amax.grad is not None and q.amax.dtype is q.amax.grad.dtype is torch.float32
+    )
     torch.optim.SGD(q.parameters(), lr=0.1).step()
 
 
 def test_repr_tells_what_it_does() -> None:
-    assert repr(TensorQuantizer()) == "TensorQuantizer(int8 per-tensor max, amax=unknown, quantize)"
-    assert "amax=1.5, off" in repr(TensorQuantizer(QuantDescriptor(amax=1.5), mode="off"))
-    assert "amax=1 .. 2 (2)" in repr(TensorQuantizer(QuantDescriptor(axis=0, amax=[1.0, 2.0])))
+    assert (
+        repr(TensorQuantizer())
+        == "TensorQuantizer(int8 per-tensor max, amax=unknown, quantize)"
+    )
+    assert "amax=1.5, off" in repr(
+        TensorQuantizer(QuantDescriptor(amax=1.5), mode="off")
+    )
+    assert "amax=1 .. 2 (2)" in repr(
+        TensorQuantizer(QuantDescriptor(axis=0, amax=[1.0, 2.0]))
+    )
     delegating = TensorQuantizer()
     delegating.delegate = lambda x, quantizer: x
     assert "delegated" in repr(delegating)
@@ -273,14 +300,18 @@ def test_quantizing_needs_no_range_for_an_empty_batch() -> None:
 def test_a_range_that_is_none_is_refused(value: Any, text: str) -> None:
     quantizer = TensorQuantizer()
     quantizer.set_amax(2.0)
-    with pytest.raises(ConfigError, match=f"TensorQuantizer: .*{text}.*; expected finite numbers"):
+    with pytest.raises(
+        ConfigError, match=f"TensorQuantizer: .*{text}.*; expected finite numbers"
+    ):
         quantizer.set_amax(value)
     assert quantizer.amax == 2.0
 
 
 def test_a_range_without_a_scale_is_said_to_be_lost() -> None:
     quantizer = TensorQuantizer(QuantDescriptor(axis=0))
-    with pytest.warns(UserWarning, match="got 1 ranges as small as 1e-38; their scales are no"):
+    with pytest.warns(
+        UserWarning, match="got 1 ranges as small as 1e-38; their scales are no"
+    ):
         quantizer.set_amax([1.0, 1e-38])
     quantizer.set_amax([1.0, 0.0])  # A dead channel is nothing to warn of.
     quantizer.set_amax([1.0, 1e-30])

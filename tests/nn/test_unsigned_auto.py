@@ -41,7 +41,9 @@ def quantized(model: nn.Module, generator: torch.Generator) -> nn.Module:
     torchq.quantize_(model, torchq.recipes.integer(4, 4))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        torchq.calibrate(model, [torch.randn(64, 6, generator=generator)], progress=False)
+        torchq.calibrate(
+            model, [torch.randn(64, 6, generator=generator)], progress=False
+        )
     return model
 
 
@@ -101,7 +103,9 @@ def test_only_an_undecided_descriptor_takes_a_choice() -> None:
     quantizer = TensorQuantizer(AUTO)
     quantizer.set_unsigned(True)
     assert quantizer.descriptor == AUTO.replace(unsigned=True)
-    with pytest.raises(ConfigError, match="got set_unsigned for int8 per-tensor max; expected a"):
+    with pytest.raises(
+        ConfigError, match="got set_unsigned for int8 per-tensor max; expected a"
+    ):
         TensorQuantizer(QuantDescriptor()).set_unsigned(True)
 
 
@@ -110,7 +114,11 @@ def test_a_model_chooses_layer_by_layer(generator: torch.Generator) -> None:
     assert signs(model) == [False, True, False]
     assert "uint4 per-tensor" in str(torchq.summary(model))
     x = torch.randn(5, 6, generator=generator)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model.half().float()):
+    for twin in (
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        model.half().float(),
+    ):
         assert signs(twin) == [False, True, False]
     assert torch.equal(twin(x), model(x))
 
@@ -125,14 +133,20 @@ def test_state_dicts_carry_the_choice(generator: torch.Generator) -> None:
     x = torch.randn(5, 6, generator=generator)
     assert signs(fresh) == [False, True, False] and torch.equal(fresh(x), model(x))
     del state["2.input_quantizer.unsigned"]
-    with pytest.raises(RuntimeError, match=r'Missing key.*"2\.input_quantizer\.unsigned"'):
+    with pytest.raises(
+        RuntimeError, match=r'Missing key.*"2\.input_quantizer\.unsigned"'
+    ):
         fresh.load_state_dict(state)
     state["2.input_quantizer.unsigned"] = torch.tensor(7, dtype=torch.int8)
-    with pytest.raises(RuntimeError, match=r"2\.input_quantizer\.unsigned: got 7; expected -1, 0"):
+    with pytest.raises(
+        RuntimeError, match=r"2\.input_quantizer\.unsigned: got 7; expected -1, 0"
+    ):
         fresh.load_state_dict(state)
     fixed = net()
     torchq.quantize_(fixed, torchq.recipes.integer(4, 4, unsigned=False))
-    with pytest.raises(RuntimeError, match=r'Unexpected key.*"2\.input_quantizer\.unsigned"'):
+    with pytest.raises(
+        RuntimeError, match=r'Unexpected key.*"2\.input_quantizer\.unsigned"'
+    ):
         fixed.load_state_dict(model.state_dict())
     floats = {key: value for key, value in state.items() if "quantizer" not in key}
     fresh.load_state_dict(floats)
@@ -148,7 +162,9 @@ def test_files_carry_the_choice(tmp_path: Path, generator: torch.Generator) -> N
     torchq.quantize_(other)
     assert torch.equal(torchq.load(other, tmp_path / "model.pt")(x), model(x))
     data = torch.load(tmp_path / "model.pt", weights_only=True)
-    data["state_dict"]["2.input_quantizer.unsigned"] = torch.tensor(77, dtype=torch.int8)
+    data["state_dict"]["2.input_quantizer.unsigned"] = torch.tensor(
+        77, dtype=torch.int8
+    )
     torch.save(data, tmp_path / "bad.pt")
     with pytest.raises(ConfigError, match=r"unsigned: got \[77\]; expected -1, 0 or 1"):
         torchq.load(net(), tmp_path / "bad.pt")
@@ -169,7 +185,9 @@ def test_the_choice_is_exported(tmp_path: Path, generator: torch.Generator) -> N
     assert torchq.verify_onnx(model, tmp_path / "model.onnx", [x]).ok
 
 
-def test_quantizers_that_share_a_range_choose_together(generator: torch.Generator) -> None:
+def test_quantizers_that_share_a_range_choose_together(
+    generator: torch.Generator,
+) -> None:
     class Sum(Parts):
         def forward(self, x: Tensor) -> Tensor:
             return self.c(self.a(x).relu() + self.b(x))
@@ -177,32 +195,47 @@ def test_quantizers_that_share_a_range_choose_together(generator: torch.Generato
     torch.manual_seed(0)
     model = Sum(a=nn.Linear(4, 4), b=nn.Linear(4, 4), c=nn.Linear(4, 4)).eval()
     x = torch.randn(16, 4, generator=generator)
-    config = torchq.QuantConfig((Rule("*", input=AUTO, weight=QuantDescriptor(4, axis=0)),))
+    config = torchq.QuantConfig(
+        (Rule("*", input=AUTO, weight=QuantDescriptor(4, axis=0)),)
+    )
     simulated(model, [x], config, target="onnxruntime", example=x)
     shared = torchq.nn.shared_groups(model)
     quantizers = dict(model.named_modules(remove_duplicate=False))
     for paths in shared:
         assert len({quantizers[path].descriptor.unsigned for path in paths}) == 1
     decided = [
-        q for q in model.modules() if isinstance(q, TensorQuantizer) and "unsigned" in q._buffers
+        q
+        for q in model.modules()
+        if isinstance(q, TensorQuantizer) and "unsigned" in q._buffers
     ]
     assert decided and all(isinstance(q.descriptor.unsigned, bool) for q in decided)
 
 
 def test_the_report_of_calibration_says_which_sign_was_chosen() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2)
+    )
     torchq.quantize_(model, torchq.recipes.integer(4, 4))
-    report = torchq.calibrate(model, [torch.linspace(-1, 1, 32).view(8, 4)], progress=False)
-    assert report.signs == {"0.input_quantizer": "signed", "2.input_quantizer": "unsigned"}
+    report = torchq.calibrate(
+        model, [torch.linspace(-1, 1, 32).view(8, 4)], progress=False
+    )
+    assert report.signs == {
+        "0.input_quantizer": "signed",
+        "2.input_quantizer": "unsigned",
+    }
     assert "(unsigned)" in str(report)
 
 
-def test_a_state_with_signed_codes_is_refused_where_the_plan_fixed_unsigned_ones() -> None:
+def test_a_state_with_signed_codes_is_refused_where_the_plan_fixed_unsigned_ones() -> (
+    None
+):
     quantizer = calibrated(torch.rand(8))
     state = quantizer.state_dict()
     quantizer.keep_unsigned()
     quantizer.load_state_dict(state)
     state["unsigned"] = torch.tensor(0, dtype=torch.int8)
-    with pytest.raises(RuntimeError, match="unsigned: got 0; expected 1, which the plan has fixed"):
+    with pytest.raises(
+        RuntimeError, match="unsigned: got 0; expected 1, which the plan has fixed"
+    ):
         quantizer.load_state_dict(state)
     assert quantizer.unsigned == 1

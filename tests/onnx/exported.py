@@ -23,9 +23,14 @@ class Layers(nn.Module):
     def __init__(self, groups: int = 2) -> None:
         super().__init__()
         self.convs = nn.ModuleList(
-            [nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 16, 3, stride=2, groups=groups)]
+            [
+                nn.Conv2d(3, 8, 3, padding=1),
+                nn.Conv2d(8, 16, 3, stride=2, groups=groups),
+            ]
         )
-        self.up = nn.ConvTranspose2d(16, 4, 3, stride=2, groups=groups, output_padding=1)
+        self.up = nn.ConvTranspose2d(
+            16, 4, 3, stride=2, groups=groups, output_padding=1
+        )
         self.left = nn.Linear(16, 5)
         self.right = nn.Linear(16, 3)
 
@@ -73,7 +78,10 @@ class Block(nn.Module):
 
 
 def calibrated(
-    model: nn.Module, *batches: Any, config: torchq.QuantConfig | None = None, **options: Any
+    model: nn.Module,
+    *batches: Any,
+    config: torchq.QuantConfig | None = None,
+    **options: Any,
 ) -> nn.Module:
     """Swapped, calibrated on ``batches`` and in eval mode."""
     torchq.quantize_(model, config, **options)
@@ -91,10 +99,14 @@ def exported(
     **options: Any,
 ) -> nn.Module:
     """Quantize a model for a target, calibrate it, and write its file without warnings."""
-    calibrated(model.eval(), x, config=config, target=target, example=x if target else None)
+    calibrated(
+        model.eval(), x, config=config, target=target, example=x if target else None
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        torchq.export_onnx(model, x, path, target=target, **{"dynamo": False, **options})
+        torchq.export_onnx(
+            model, x, path, target=target, **{"dynamo": False, **options}
+        )
     return model
 
 
@@ -110,14 +122,25 @@ def graph_of(
     helper, kind = onnx.helper, onnx.TensorProto.FLOAT
     results = {"y": None} if outputs is None else outputs
     graph = helper.make_graph(
-        [helper.make_node(op, *ends, name=ends[1][0], **more) for op, *ends, more in nodes],
+        [
+            helper.make_node(op, *ends, name=ends[1][0], **more)
+            for op, *ends, more in nodes
+        ],
         "test",
         [helper.make_tensor_value_info("x", kind, shape)],
-        [helper.make_tensor_value_info(name, kind, dims) for name, dims in results.items()],
-        [onnx.numpy_helper.from_array(tensor.numpy(), name) for name, tensor in stored.items()],
+        [
+            helper.make_tensor_value_info(name, kind, dims)
+            for name, dims in results.items()
+        ],
+        [
+            onnx.numpy_helper.from_array(tensor.numpy(), name)
+            for name, tensor in stored.items()
+        ],
     )
     imports = [helper.make_opsetid("", 20)]
-    return onnx_ir.from_proto(helper.make_model(graph, opset_imports=imports, ir_version=9))
+    return onnx_ir.from_proto(
+        helper.make_model(graph, opset_imports=imports, ir_version=9)
+    )
 
 
 def run_file(path: Path, *inputs: Tensor, optimize: bool = False) -> list[Tensor]:
@@ -131,7 +154,9 @@ def ends(path: Path, kind: str) -> dict[str, Any]:
     import onnx
 
     nodes: Sequence[Any] = onnx.load(str(path)).graph.node
-    return {node.name.rpartition("/")[0]: node for node in nodes if node.op_type == kind}
+    return {
+        node.name.rpartition("/")[0]: node for node in nodes if node.op_type == kind
+    }
 
 
 def activation_qparams(model: Model) -> dict[str, QParams]:

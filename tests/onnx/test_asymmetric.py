@@ -42,7 +42,9 @@ def quantized(generator: torch.Generator, **fields: Any) -> nn.Module:
     torch.manual_seed(0)
     model = Net().eval()
     input = QuantDescriptor(**{"symmetric": False, **fields})
-    rules = [Rule(f"type:{t}", input=input, weight=QuantDescriptor(axis=0)) for t in _LAYERS]
+    rules = [
+        Rule(f"type:{t}", input=input, weight=QuantDescriptor(axis=0)) for t in _LAYERS
+    ]
     torchq.quantize_(model, QuantConfig(tuple(rules)))
     torchq.calibrate(model, [images(generator)], progress=False)
     return model
@@ -52,7 +54,9 @@ _LAYERS = ("Conv2d", "Linear")
 
 
 @pytest.mark.eight_bit_products("openvino")
-@pytest.mark.filterwarnings("ignore:export_onnx")  # Float outputs of layers: not at issue here.
+@pytest.mark.filterwarnings(
+    "ignore:export_onnx"
+)  # Float outputs of layers: not at issue here.
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino", None])
 @pytest.mark.parametrize("unsigned", [True, False])
 def test_files_compute_what_is_simulated(
@@ -71,8 +75,12 @@ def test_files_compute_what_is_simulated(
         assert found.quant_min < found.zero_point < found.quant_max
 
 
-def test_the_runtime_gets_the_same_numbers(generator: torch.Generator, path: Path) -> None:
-    q = TensorQuantizer(QuantDescriptor(unsigned=True, symmetric=False, amin=-0.17, amax=3.0))
+def test_the_runtime_gets_the_same_numbers(
+    generator: torch.Generator, path: Path
+) -> None:
+    q = TensorQuantizer(
+        QuantDescriptor(unsigned=True, symmetric=False, amin=-0.17, amax=3.0)
+    )
     model = nn.Sequential(q)
     x = torch.linspace(-1, 4, 1001)
     torchq.export_onnx(model, x, path, target="onnxruntime", dynamo=False)
@@ -96,7 +104,9 @@ def test_few_bits_per_axis_and_both_exporters(
     assert torch.equal(torch.from_numpy(y), model(x))
 
 
-def test_power_of_two_scales_are_in_the_file(generator: torch.Generator, path: Path) -> None:
+def test_power_of_two_scales_are_in_the_file(
+    generator: torch.Generator, path: Path
+) -> None:
     model = quantized(generator, power_of_two=True, unsigned=True)
     torchq.export_onnx(model, images(generator), path, dynamo=False)
     for found in activation_qparams(load_model(path)).values():
@@ -115,9 +125,13 @@ def test_tensorrt_refuses_by_name(generator: torch.Generator, path: Path) -> Non
     assert not (path).exists()
 
 
-def test_roundings_and_delegates_are_refused(generator: torch.Generator, path: Path) -> None:
+def test_roundings_and_delegates_are_refused(
+    generator: torch.Generator, path: Path
+) -> None:
     model = quantized(generator, symmetric=True, rounding="half_away")
-    with pytest.raises(ExportError, match=r"first\.input_quantizer: .* rounding 'half_away'"):
+    with pytest.raises(
+        ExportError, match=r"first\.input_quantizer: .* rounding 'half_away'"
+    ):
         torchq.export_onnx(model, images(generator), path)
     model = quantized(generator)
     model.get_submodule("first.input_quantizer").delegate = lambda x, quantizer: x

@@ -57,7 +57,9 @@ def exported(model: nn.Module, path: Path, *target: str, **options: Any) -> Tens
 def recorded(path: Path) -> dict[str, list[int]]:
     """Return the raised channels by the name of the quantizer."""
     record = read_record(load_model(path)).get("raised scales", {})
-    return {name: [int(channel) for channel in scales] for name, scales in record.items()}
+    return {
+        name: [int(channel) for channel in scales] for name, scales in record.items()
+    }
 
 
 @pytest.mark.parametrize("dynamo", [False, True])
@@ -80,7 +82,9 @@ def test_other_channels_keep_scales_and_codes(path: Path, tmp_path: Path) -> Non
     with torch.no_grad():
         for layer in (model.middle, model.linear):
             layer.bias.zero_()
-    torchq.export_onnx(model, torch.rand(4, 3, 8, 8), plain, target="onnxruntime", dynamo=False)
+    torchq.export_onnx(
+        model, torch.rand(4, 3, 8, 8), plain, target="onnxruntime", dynamo=False
+    )
     assert recorded(plain) == {}
     one, other = (weight_in(file) for file in (path, plain))
     kept = [0, 2, 4, 6, 7]
@@ -93,7 +97,9 @@ def test_other_channels_keep_scales_and_codes(path: Path, tmp_path: Path) -> Non
 def weight_in(path: Path) -> tuple[Tensor, Tensor]:
     """Return the codes and scales of the second convolution."""
     weight = next(
-        node for node in nodes_of(load_model(path), "DequantizeLinear") if pair_name(node) == _NAME
+        node
+        for node in nodes_of(load_model(path), "DequantizeLinear")
+        if pair_name(node) == _NAME
     )
     return value_of(weight.inputs[0]), value_of(weight.inputs[1])
 
@@ -140,8 +146,12 @@ def _double_another_scale(codes: Tensor, scale: Tensor) -> None:
     scale[2] *= 2
 
 
-@pytest.mark.parametrize("damage", [_double_the_scale, _change_a_code, _double_another_scale])
-def test_damaged_weights_are_found(damage: Callable[[Tensor, Tensor], None], path: Path) -> None:
+@pytest.mark.parametrize(
+    "damage", [_double_the_scale, _change_a_code, _double_another_scale]
+)
+def test_damaged_weights_are_found(
+    damage: Callable[[Tensor, Tensor], None], path: Path
+) -> None:
     model = Dying().eval()
     x = exported(model, path)
     file = load_model(path)
@@ -157,7 +167,9 @@ def test_damaged_weights_are_found(damage: Callable[[Tensor, Tensor], None], pat
     assert _NAME in wrong
 
 
-@pytest.mark.parametrize("record", [[3], {_NAME: 3}, {_NAME: {"x": 1.0}}, {_NAME: {"99": 1.0}}])
+@pytest.mark.parametrize(
+    "record", [[3], {_NAME: 3}, {_NAME: {"x": 1.0}}, {_NAME: {"99": 1.0}}]
+)
 def test_a_damaged_record_is_an_error_of_the_file(record: object, path: Path) -> None:
     model = Dying().eval()
     x = exported(model, path)

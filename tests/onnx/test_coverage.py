@@ -31,36 +31,53 @@ def exported(model: nn.Module, path: Path) -> Coverage:
 
 
 def test_all_products_of_codes_count(tmp_path: Path) -> None:
-    model = quantized(nn.Conv2d(3, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 9, 3, padding=1))
+    model = quantized(
+        nn.Conv2d(3, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 9, 3, padding=1)
+    )
     found = exported(model, tmp_path / "net.onnx")
-    assert (found.share, found.layers, found.on_integers, found.reason) == (1.0, 2, 2, "")
+    assert (found.share, found.layers, found.on_integers, found.reason) == (
+        1.0,
+        2,
+        2,
+        "",
+    )
 
 
 def test_products_are_weighed_by_their_number(tmp_path: Path) -> None:
-    model = quantized(nn.Conv2d(3, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 9, 3, padding=1))
+    model = quantized(
+        nn.Conv2d(3, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 9, 3, padding=1)
+    )
     with torchq.disabled(model, "0.*"):
         found = exported(model, tmp_path / "net.onnx")
     assert found.share == 0.75 and len(found.float_weights) == 1
     assert found.reason.startswith("1 of its layers read a weight in float (")
 
 
-def test_a_batchnorm_that_was_not_folded_keeps_its_layer_in_float(tmp_path: Path) -> None:
+def test_a_batchnorm_that_was_not_folded_keeps_its_layer_in_float(
+    tmp_path: Path,
+) -> None:
     model = quantized(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3))
     with torch.no_grad():
         model[1].running_var.fill_(2.0)
     pattern = r"stand in front of a BatchNorm that was not folded .* so net\.onnx computes in float"
     with pytest.warns(UserWarning, match=pattern):
-        report = torchq.export_onnx(model, X, tmp_path / "net.onnx", dynamo=True, progress=False)
+        report = torchq.export_onnx(
+            model, X, tmp_path / "net.onnx", dynamo=True, progress=False
+        )
     assert report.coverage is not None and report.coverage.share == 0.0
 
 
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino", "tensorrt"])
-def test_batchnorms_are_said_once_where_the_runtime_says_it(target: str, tmp_path: Path) -> None:
+def test_batchnorms_are_said_once_where_the_runtime_says_it(
+    target: str, tmp_path: Path
+) -> None:
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU()).eval()
     torchq.quantize_(model, target=target, example=X, progress=False)
     torchq.calibrate(model, [X], correct=False, progress=False)
     with pytest.warns(UserWarning, match="BatchNorm") as caught:
-        torchq.export_onnx(model, X, tmp_path / "net.onnx", dynamo=False, progress=False)
+        torchq.export_onnx(
+            model, X, tmp_path / "net.onnx", dynamo=False, progress=False
+        )
     (said,) = [str(one.message) for one in caught if "BatchNorm" in str(one.message)]
     assert said.startswith(f"export_onnx(target={target!r})") and "torchq.fuse_" in said
 
@@ -69,27 +86,37 @@ def test_batchnorms_are_said_once_where_the_runtime_says_it(target: str, tmp_pat
     ("off", "reason"),
     [("*weight_quantizer", "weight in float"), ("*input_quantizer", "")],
 )
-def test_a_file_in_float_is_said_with_its_reason(off: str, reason: str, tmp_path: Path) -> None:
+def test_a_file_in_float_is_said_with_its_reason(
+    off: str, reason: str, tmp_path: Path
+) -> None:
     model = quantized(nn.Conv2d(3, 3, 3))
     path = tmp_path / "net.onnx"
     with torchq.disabled(model, off):
         if reason:
-            with pytest.warns(UserWarning, match=f"^export_onnx: .*{reason}.*computes in float: 0"):
+            with pytest.warns(
+                UserWarning, match=f"^export_onnx: .*{reason}.*computes in float: 0"
+            ):
                 torchq.export_onnx(model, X, path, dynamo=False, progress=False)
         else:  # Weights alone are a choice.
             torchq.export_onnx(model, X, path, dynamo=False, progress=False)
         report = torchq.verify_onnx(model, path, [X], progress=False)
     lines = str(report).splitlines()
     assert "the simulation beside the float model: " in lines[1]
-    assert lines[2].startswith("  0.0% of the multiply-adds read integers; its tensors have ")
+    assert lines[2].startswith(
+        "  0.0% of the multiply-adds read integers; its tensors have "
+    )
     assert lines[3].startswith("  this file computes in float: 1 of its layers read ")
 
 
 def test_a_float_file_is_inspected_in_a_few_lines(tmp_path: Path) -> None:
     model = nn.Sequential(*(nn.Conv2d(3, 3, 3, padding=1) for _ in range(9))).eval()
     with pytest.warns(UserWarning, match="no active quantizer"):
-        torchq.export_onnx(model, X, tmp_path / "net.onnx", dynamo=False, progress=False)
+        torchq.export_onnx(
+            model, X, tmp_path / "net.onnx", dynamo=False, progress=False
+        )
     report = torchq.inspect_onnx(tmp_path / "net.onnx")
     assert len(str(report).splitlines()) <= 4
-    assert "this file computes in float: 9 of its layers read a weight in float" in str(report)
+    assert "this file computes in float: 9 of its layers read a weight in float" in str(
+        report
+    )
     assert len(report.table().splitlines()) > 9

@@ -48,7 +48,9 @@ class Net(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[nn.Module, Path]]:
+def files(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, tuple[nn.Module, Path]]:
     """The network as exported without a target, and for ONNX Runtime."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("damage")
@@ -59,7 +61,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[nn.Module
         with torch.no_grad():  # Outputs of different size for each image.
             for head in (model.head, model.other):
                 head.weight.mul_(20)
-        config = torchq.recipes.int8(reduce_range=True)  # its products fit the kernels of all CPUs
+        config = torchq.recipes.int8(
+            reduce_range=True
+        )  # its products fit the kernels of all CPUs
         calibrated(model, x, config=config, target=target, example=x[:1])
         path = folder / f"{target}.onnx"
         with warnings.catch_warnings():
@@ -84,7 +88,9 @@ class Editor:
         return (named or [node for node in self.graph.node if node.op_type == name])[-1]
 
     def stored(self, name: str) -> numpy.ndarray:
-        return next(numbers.to_array(t) for t in self.graph.initializer if t.name == name).copy()
+        return next(
+            numbers.to_array(t) for t in self.graph.initializer if t.name == name
+        ).copy()
 
     def store(self, name: str, array: numpy.ndarray) -> None:
         tensor = next(t for t in self.graph.initializer if t.name == name)
@@ -120,7 +126,9 @@ class Editor:
         self.graph.node.remove(node)
 
 
-def qdq(index: int, change: Callable[[Any], Any], only: str = "") -> Callable[[Editor], None]:
+def qdq(
+    index: int, change: Callable[[Any], Any], only: str = ""
+) -> Callable[[Editor], None]:
     """Damage a parameter of ``first.input_quantizer``: of both nodes, or of one."""
 
     def damage(file: Editor) -> None:
@@ -131,13 +139,19 @@ def qdq(index: int, change: Callable[[Any], Any], only: str = "") -> Callable[[E
     return damage
 
 
-def weight(layer: str, index: int, change: Callable[[Any], Any]) -> Callable[[Editor], None]:
-    return lambda file: file.change(file.pair(f"{layer}.weight_quantizer")[0], index, change)
+def weight(
+    layer: str, index: int, change: Callable[[Any], Any]
+) -> Callable[[Editor], None]:
+    return lambda file: file.change(
+        file.pair(f"{layer}.weight_quantizer")[0], index, change
+    )
 
 
 def bias(layer: str, change: Callable[[Any], Any]) -> Callable[[Editor], None]:
     def damage(file: Editor) -> None:
-        name = next(t.name for t in file.graph.initializer if t.name.startswith(f"{layer}.bias"))
+        name = next(
+            t.name for t in file.graph.initializer if t.name.startswith(f"{layer}.bias")
+        )
         file.store(name, change(file.stored(name)))
 
     return damage
@@ -159,11 +173,17 @@ def drop_bias(file: Editor) -> None:
 
 
 def drop_relu(file: Editor) -> None:
-    file.bypass(next(n for n in file.graph.node if n.op_type == "Relu" and "first" in n.input[0]))
+    file.bypass(
+        next(
+            n for n in file.graph.node if n.op_type == "Relu" and "first" in n.input[0]
+        )
+    )
 
 
 def other_activation(file: Editor) -> None:
-    node = next(n for n in file.graph.node if n.op_type == "Relu" and "first" in n.input[0])
+    node = next(
+        n for n in file.graph.node if n.op_type == "Relu" and "first" in n.input[0]
+    )
     node.op_type = "LeakyRelu"
 
 
@@ -217,7 +237,9 @@ def exchange_scales(file: Editor) -> None:
 
 
 def exchange_weights(file: Editor) -> None:
-    one, other = (file.pair(f"{name}.weight_quantizer")[0] for name in ("first", "second"))
+    one, other = (
+        file.pair(f"{name}.weight_quantizer")[0] for name in ("first", "second")
+    )
     one.input[0], other.input[0] = other.input[0], one.input[0]
 
 
@@ -254,43 +276,111 @@ def float_parameter(file: Editor) -> None:
 
 # Damage -> file, edit, a part of what the report must name.
 DAMAGES: dict[str, tuple[str, Callable[[Editor], None], str]] = {
-    "all scales of an activation x100": ("plain", qdq(1, lambda s: s * 100), "first.input_"),
+    "all scales of an activation x100": (
+        "plain",
+        qdq(1, lambda s: s * 100),
+        "first.input_",
+    ),
     "a scale x0.1": ("plain", qdq(1, lambda s: s * 0.1), "first.input_"),
-    "a scale of a target x1.01": ("onnxruntime", qdq(1, lambda s: s * 1.01), "first.input_"),
+    "a scale of a target x1.01": (
+        "onnxruntime",
+        qdq(1, lambda s: s * 1.01),
+        "first.input_",
+    ),
     "a scale of zero": ("plain", qdq(1, lambda s: s * 0), "first.input_"),
     "a scale that is NaN": ("plain", qdq(1, lambda s: s * numpy.nan), "first.input_"),
     "a negative scale": ("plain", qdq(1, lambda s: -s), "first.input_"),
     "zero point 200": ("onnxruntime", qdq(2, lambda z: z * 0 + 200), "first.input_"),
     "a scale x1.001": ("onnxruntime", qdq(1, lambda s: s * 1.001), "first.input_"),
     "a zero point off by one": ("onnxruntime", qdq(2, lambda z: z + 1), "first.input_"),
-    "the scale of DequantizeLinear": ("plain", qdq(1, lambda s: 2 * s, "Dequantize"), "first.inp"),
-    "the zero point of DequantizeLinear": ("plain", qdq(2, lambda z: z + 1, "Deq"), "first.input_"),
-    "scales of a weight x2": ("plain", weight("first", 1, lambda s: 2 * s), "first.weight"),
-    "one scale of a weight x1.01": ("plain", weight("first", 1, channel), "first.weight"),
-    "one scale of the last weight": ("plain", weight("other", 1, channel), "other.weight"),
-    "a zero point of a weight": ("plain", weight("first", 2, lambda z: one(z, 1)), "first.weight"),
+    "the scale of DequantizeLinear": (
+        "plain",
+        qdq(1, lambda s: 2 * s, "Dequantize"),
+        "first.inp",
+    ),
+    "the zero point of DequantizeLinear": (
+        "plain",
+        qdq(2, lambda z: z + 1, "Deq"),
+        "first.input_",
+    ),
+    "scales of a weight x2": (
+        "plain",
+        weight("first", 1, lambda s: 2 * s),
+        "first.weight",
+    ),
+    "one scale of a weight x1.01": (
+        "plain",
+        weight("first", 1, channel),
+        "first.weight",
+    ),
+    "one scale of the last weight": (
+        "plain",
+        weight("other", 1, channel),
+        "other.weight",
+    ),
+    "a zero point of a weight": (
+        "plain",
+        weight("first", 2, lambda z: one(z, 1)),
+        "first.weight",
+    ),
     "one code of a weight": (
         "plain",
         weight("second", 0, lambda codes: one(codes, -1 if codes.flat[0] > 0 else 1)),
         "second.weight",
     ),
-    "the sign of a weight": ("plain", weight("stem", 0, lambda codes: -codes), "stem.weight"),
-    "channels of a weight": ("plain", weight("join", 0, lambda w: w[::-1]), "join.weight"),
+    "the sign of a weight": (
+        "plain",
+        weight("stem", 0, lambda codes: -codes),
+        "stem.weight",
+    ),
+    "channels of a weight": (
+        "plain",
+        weight("join", 0, lambda w: w[::-1]),
+        "join.weight",
+    ),
     "a transposed weight": ("plain", transpose_weight, "square.weight"),
     "scales on another axis": ("plain", other_axis, "square.weight"),
     "weights of two layers exchanged": ("plain", exchange_weights, "first.weight"),
     "one element of a bias": ("plain", bias("first", lambda b: one(b, 0.2)), "first"),
     "the last bias x10": ("plain", bias("head", lambda b: 10 * b), "output a"),
-    "the other last bias x10": ("onnxruntime", bias("other", lambda b: 10 * b), "output b"),
+    "the other last bias x10": (
+        "onnxruntime",
+        bias("other", lambda b: 10 * b),
+        "output b",
+    ),
     "a bias left out": ("plain", drop_bias, "second"),
     "an activation left out": ("plain", drop_relu, "second.input_quantizer"),
     "another activation": ("plain", other_activation, "second.input_quantizer"),
-    "inputs of a subtraction exchanged": ("plain", swap_inputs("Sub"), "small.input_quantizer"),
-    "inputs of a concatenation exchanged": ("plain", swap_inputs("Concat"), "join.input_quantizer"),
-    "another branch of a subtraction": ("plain", another_branch, "small.input_quantizer"),
-    "other padding": ("plain", attribute("/second/Conv", "pads", [0, 0, 2, 2]), "second"),
-    "another axis of a softmax": ("plain", attribute("Softmax", "axis", 1), "head.input_quantizer"),
-    "an average for a maximum": ("plain", average_instead_of_maximum, "join.input_quantizer"),
+    "inputs of a subtraction exchanged": (
+        "plain",
+        swap_inputs("Sub"),
+        "small.input_quantizer",
+    ),
+    "inputs of a concatenation exchanged": (
+        "plain",
+        swap_inputs("Concat"),
+        "join.input_quantizer",
+    ),
+    "another branch of a subtraction": (
+        "plain",
+        another_branch,
+        "small.input_quantizer",
+    ),
+    "other padding": (
+        "plain",
+        attribute("/second/Conv", "pads", [0, 0, 2, 2]),
+        "second",
+    ),
+    "another axis of a softmax": (
+        "plain",
+        attribute("Softmax", "axis", 1),
+        "head.input_quantizer",
+    ),
+    "an average for a maximum": (
+        "plain",
+        average_instead_of_maximum,
+        "join.input_quantizer",
+    ),
     "padding that counts": (
         "plain",
         attribute("AveragePool", "count_include_pad", 0),
@@ -308,7 +398,11 @@ DAMAGES: dict[str, tuple[str, Callable[[Editor], None], str]] = {
     ),
     "codes rounded down": ("plain", round_down, "first.input_quantizer"),
     "a quantizer left out": ("plain", drop_pair, "first.input_quantizer"),
-    "scales of two quantizers exchanged": ("plain", exchange_scales, "first.input_quantizer"),
+    "scales of two quantizers exchanged": (
+        "plain",
+        exchange_scales,
+        "first.input_quantizer",
+    ),
     "other bounds of a clip": ("plain", other_clip, "small.input_quantizer"),
     "a parameter in float": ("plain", float_parameter, "head.input_quantizer"),
     "outputs exchanged": ("plain", exchange_outputs, "output a"),
@@ -337,7 +431,9 @@ def test_damage_is_found_and_named(
     edit(file)
     onnx.save(file.model, str(tmp_path / "m.onnx"))
     try:
-        report = torchq.verify_onnx(model, tmp_path / "m.onnx", [torch.randn(8, 3, 16, 16)])
+        report = torchq.verify_onnx(
+            model, tmp_path / "m.onnx", [torch.randn(8, 3, 16, 16)]
+        )
     except ExportError as error:
         text = str(error)
     else:
@@ -367,7 +463,9 @@ class Bounds(nn.Module):
 
 
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino", "few bits", "half"])
-def test_every_bound_says_no_to_a_factor_of_less_than_a_code(target: str, path: Path) -> None:
+def test_every_bound_says_no_to_a_factor_of_less_than_a_code(
+    target: str, path: Path
+) -> None:
     """No parameter shows it: 1 % in half precision, 3 % for codes of 4 bits, or 3 per mille."""
     runtime = target if target == "onnxruntime" else "openvino"
     if runtime == "openvino" and target != "half":
@@ -376,7 +474,9 @@ def test_every_bound_says_no_to_a_factor_of_less_than_a_code(target: str, path: 
     model = Bounds()
     x = torch.rand(16, 3, 16, 16)
     few, half = target == "few bits", target == "half"
-    config = torchq.recipes.integer(4, 4) if few else torchq.recipes.int8(reduce_range=True)
+    config = (
+        torchq.recipes.integer(4, 4) if few else torchq.recipes.int8(reduce_range=True)
+    )
     planned = None if half else runtime
     calibrated(model, x, config=config, target=planned, example=x[:1])
     if half:

@@ -44,7 +44,9 @@ class Tokens(nn.Module):
 NETWORKS = ((Layers, (4, 3, 16, 16)), (Residual, (4, 3, 16, 16)), (Tokens, (4, 6, 12)))
 
 
-def quantized(cls: type[nn.Module], shape: tuple[int, ...], **options: Any) -> tuple[Any, Tensor]:
+def quantized(
+    cls: type[nn.Module], shape: tuple[int, ...], **options: Any
+) -> tuple[Any, Tensor]:
     torch.manual_seed(0)
     x = torch.randn(shape)
     return calibrated(cls(), x, target="qnn", example=x, **options), x[:1]
@@ -56,7 +58,11 @@ def quantized(cls: type[nn.Module], shape: tuple[int, ...], **options: Any) -> t
     [*((*network, "2.0.0") for network in NETWORKS), (*NETWORKS[2], "1.0.0")],
 )
 def test_encodings_are_those_of_the_file_with_pairs(
-    cls: type[nn.Module], shape: tuple[int, ...], version: Any, path: Path, tmp_path: Path
+    cls: type[nn.Module],
+    shape: tuple[int, ...],
+    version: Any,
+    path: Path,
+    tmp_path: Path,
 ) -> None:
     """Names are those of the tensors that the pairs quantize; weights are on their grid."""
     model, x = quantized(cls, shape)
@@ -79,16 +85,22 @@ def test_encodings_are_those_of_the_file_with_pairs(
         if not path.endswith(".output_quantizer")
     }
     others = set(report.activations) - set(expected)
-    assert set(expected) < set(report.activations) and len(others) == len(of_results) > 0
-    assert sorted(grid_of(found[name].stored(signed=False)) for name in others) == sorted(
-        of_results
+    assert (
+        set(expected) < set(report.activations) and len(others) == len(of_results) > 0
     )
+    assert sorted(
+        grid_of(found[name].stored(signed=False)) for name in others
+    ) == sorted(of_results)
     for name, node in weight_nodes(pairs).items():
         expected[name.removesuffix("_quantizer")] = qparams_of(node)
     for name, qparams in expected.items():
         ours = found[name].stored(signed=bool(qparams.quant_min))
-        assert ours.format == qparams.format and torch.equal(ours.scale, qparams.scale), name
-        assert torch.equal(ours.zero_point, qparams.zero_point.float().expand(ours.scale.shape))
+        assert ours.format == qparams.format and torch.equal(
+            ours.scale, qparams.scale
+        ), name
+        assert torch.equal(
+            ours.zero_point, qparams.zero_point.float().expand(ours.scale.shape)
+        )
     for name in report.parameters:
         weight = value_of(plain.graph.initializers[name])
         qparams = expected[name]
@@ -139,7 +151,11 @@ def activation_grids(file: Any) -> list[tuple[float, float, str]]:
     [*((*network, "1.0.0") for network in NETWORKS), (*NETWORKS[2], "2.0.0")],
 )
 def test_encodings_on_the_float_file_give_the_codes_of_the_model(
-    cls: type[nn.Module], shape: tuple[int, ...], version: Any, path: Path, tmp_path: Path
+    cls: type[nn.Module],
+    shape: tuple[int, ...],
+    version: Any,
+    path: Path,
+    tmp_path: Path,
 ) -> None:
     """The float file has weights off the grid, as that of AIMET may have."""
     pytest.importorskip("onnxruntime")
@@ -166,11 +182,15 @@ def test_encodings_on_the_float_file_give_the_codes_of_the_model(
     files = [load_model(tmp_path / name) for name in ("own.onnx", "q.onnx")]
     grids = [activation_grids(file) for file in files]
     assert grids[0] == grids[1] and len(grids[0]) == len(report.activations)
-    codes, others = ({k: value_of(n.inputs[0]) for k, n in weight_nodes(f).items()} for f in files)
+    codes, others = (
+        {k: value_of(n.inputs[0]) for k, n in weight_nodes(f).items()} for f in files
+    )
     assert set(codes) == set(others) and len(codes) == len(report.parameters)
     for name, stored in codes.items():
         assert torch.equal(stored, others[name]) and len(stored.unique()) > 8
-    own_results, results = (run_file(tmp_path / name, x) for name in ("own.onnx", "q.onnx"))
+    own_results, results = (
+        run_file(tmp_path / name, x) for name in ("own.onnx", "q.onnx")
+    )
     for result, expected in zip(results, own_results, strict=True):
         assert torch.equal(result, expected)
 
@@ -186,23 +206,37 @@ def test_encodings_that_do_not_fit_are_one_error(path: Path) -> None:
     few = torch.full((7,), 0.1)
     one_of_many = torch.full_like(grids["grow.weight"].scale, 3.0)
     for change, text in (
-        ({"a": one}, r"matches 0 of 8 quantizers; expected the ranges of this network. It has a,"),
-        ({n: g for n, g in grids.items() if n != "grow.weight"}, r"reads grow\.weight\. Leave"),
-        ({**grids, "relu": replace(one, format=integer_format(4))}, r"got int4 with 1 scales for"),
+        (
+            {"a": one},
+            r"matches 0 of 8 quantizers; expected the ranges of this network. It has a,",
+        ),
+        (
+            {n: g for n, g in grids.items() if n != "grow.weight"},
+            r"reads grow\.weight\. Leave",
+        ),
+        (
+            {**grids, "relu": replace(one, format=integer_format(4))},
+            r"got int4 with 1 scales for",
+        ),
         (
             {**grids, "grow.weight": replace(grids["grow.weight"], scale=few)},
             r"grow\.weight_quantizer: got int8 with 7 scales for grow\.weight, and the quantizer "
             r"is int8 axis=0 max with 24; expected the same",
         ),
         (
-            {**grids, "grow.weight": replace(grids["grow.weight"], zero_point=one_of_many)},
+            {
+                **grids,
+                "grow.weight": replace(grids["grow.weight"], zero_point=one_of_many),
+            },
             "got asymmetric int8 with 24 scales",
         ),
     ):
         with pytest.raises(CalibrationError, match=text):
             apply_encodings(read, change, x)
         assert not any(q.calibrated for q in quantizers(read).values())
-    with pytest.raises(ConfigError, match=r"got a Tokens; expected what torchq.from_onnx made"):
+    with pytest.raises(
+        ConfigError, match=r"got a Tokens; expected what torchq.from_onnx made"
+    ):
         apply_encodings(model, grids, x)
 
 
@@ -214,7 +248,9 @@ def test_a_quantizer_of_two_tensors_wants_one_grid(path: Path) -> None:
     read = torchq.from_onnx(report.path)
     torchq.quantize_(read, target="qnn", example=x)
     grids["relu_5"] = replace(grids["relu_5"], scale=grids["relu_5"].scale * 2)
-    with pytest.raises(CalibrationError, match="reads relu_5 and another tensor with another grid"):
+    with pytest.raises(
+        CalibrationError, match="reads relu_5 and another tensor with another grid"
+    ):
         apply_encodings(read, grids, x)
 
 
@@ -228,7 +264,9 @@ def test_one_command_makes_a_file_of_encodings(
     arguments = ["quantize", str(report.path), "--target", "qnn", "--export"]
     assert main([*arguments, str(tmp_path / "q.onnx"), *ranges]) == 0
     assert f"ranges from {report.encodings}" in capsys.readouterr().out
-    assert len(quantizer_nodes(load_model(tmp_path / "q.onnx"))) == len(report.activations)
+    assert len(quantizer_nodes(load_model(tmp_path / "q.onnx"))) == len(
+        report.activations
+    )
     with pytest.raises(SystemExit):
         main([*arguments, str(tmp_path / "q.onnx"), *ranges, "--cache", "calib.cache"])
     assert "not allowed with argument --encodings" in capsys.readouterr().err
@@ -242,7 +280,9 @@ def test_the_report_names_what_readers_do_otherwise(path: Path) -> None:
     report = export_encodings(model, x[:1], path, target=None)
     assert report.moved == ("max_pool2d", "view")
     assert len(report.widened) == 2 and "node_add" in report.widened[0]
-    assert "may skip its encoding" in str(report) and "which reads it in float here" in str(report)
+    assert "may skip its encoding" in str(
+        report
+    ) and "which reads it in float here" in str(report)
 
 
 def test_a_failure_leaves_both_files(path: Path, tmp_path: Path) -> None:
@@ -252,12 +292,20 @@ def test_a_failure_leaves_both_files(path: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"got version .0\.6\.1.; expected one of"):
         export_encodings(model, x, path, version="0.6.1")  # type: ignore[arg-type]
     float8 = calibrated(Layers(), x, config=torchq.recipes.fp8())
-    with pytest.raises(ExportError, match="a float format; expected integers with fixed ranges"):
+    with pytest.raises(
+        ExportError, match="a float format; expected integers with fixed ranges"
+    ):
         export_encodings(float8, x, path, target=None)
     assert [p.read_text() for p in sorted(tmp_path.iterdir())] == ["old", "old"]
 
 
-ENTRY = {"name": "x", "dtype": "INT", "bw": 8, "is_sym": False, "enc_type": "PER_TENSOR"}
+ENTRY = {
+    "name": "x",
+    "dtype": "INT",
+    "bw": 8,
+    "is_sym": False,
+    "enc_type": "PER_TENSOR",
+}
 UNEQUAL = {"enc_type": "PER_CHANNEL", "scale": [1, 2, 3], "offset": [0, 0]}
 
 
@@ -271,18 +319,38 @@ UNEQUAL = {"enc_type": "PER_CHANNEL", "scale": [1, 2, 3], "offset": [0, 0]}
             "'x': RuntimeError: The expanded size",
         ),
         ("[]", "got version None"),
-        (json.dumps({"version": "0.6.1", "activation_encodings": {}}), "got version '0.6.1'"),
-        (json.dumps({"version": "1.0.0", "param_encodings": {}}), "param_encodings: got a dict"),
-        (json.dumps({"version": "1.0.0", "param_encodings": [{}]}), "expected a 'name'"),
-        (json.dumps({"version": "1.0.0", "param_encodings": [3.0]}), "expected a mapping"),
-        (json.dumps({"version": "1.0.0", "param_encodings": [ENTRY]}), "'x': KeyError: 'scale'"),
         (
-            json.dumps({"version": "1.0.0", "param_encodings": [{**ENTRY, "enc_type": "LPBQ"}]}),
+            json.dumps({"version": "0.6.1", "activation_encodings": {}}),
+            "got version '0.6.1'",
+        ),
+        (
+            json.dumps({"version": "1.0.0", "param_encodings": {}}),
+            "param_encodings: got a dict",
+        ),
+        (
+            json.dumps({"version": "1.0.0", "param_encodings": [{}]}),
+            "expected a 'name'",
+        ),
+        (
+            json.dumps({"version": "1.0.0", "param_encodings": [3.0]}),
+            "expected a mapping",
+        ),
+        (
+            json.dumps({"version": "1.0.0", "param_encodings": [ENTRY]}),
+            "'x': KeyError: 'scale'",
+        ),
+        (
+            json.dumps(
+                {"version": "1.0.0", "param_encodings": [{**ENTRY, "enc_type": "LPBQ"}]}
+            ),
             "'x': ValueError: got INT LPBQ",
         ),
         (
             json.dumps(
-                {"version": "2.0.0", "encodings": [{"name": "x", "output_dtype": "float8"}]}
+                {
+                    "version": "2.0.0",
+                    "encodings": [{"name": "x", "output_dtype": "float8"}],
+                }
             ),
             "'x': ValueError: got float8",
         ),

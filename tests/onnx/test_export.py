@@ -40,15 +40,18 @@ def weights_of(path: Path) -> dict[str, object]:
 def test_layers_agree_and_are_standard(path: Path, dynamo: bool, opset: int) -> None:
     """The file has standard operators, integer weights and an open batch; the model stays."""
     model = calibrated(Layers(), torch.randn(8, 3, 9, 9)).train()
-    report = torchq.export_onnx(model, torch.randn(1, 3, 9, 9), path, dynamo=dynamo, opset=opset)
+    report = torchq.export_onnx(
+        model, torch.randn(1, 3, 9, 9), path, dynamo=dynamo, opset=opset
+    )
     proto = onnx.load(str(path))
     onnx.checker.check_model(proto, full_check=True)
     assert {node.domain for node in proto.graph.node} <= {"", "ai.onnx"}
-    assert {o.domain: o.version for o in proto.opset_import if o.domain in ("", "torchq")} == {
-        "": opset
-    }
+    assert {
+        o.domain: o.version for o in proto.opset_import if o.domain in ("", "torchq")
+    } == {"": opset}
     assert set(report.weights) == {
-        f"{name}.weight_quantizer" for name in ("convs.0", "convs.1", "up", "left", "right")
+        f"{name}.weight_quantizer"
+        for name in ("convs.0", "convs.1", "up", "left", "right")
     }
     assert all(t.data_type == onnx.TensorProto.INT8 for t in weights_of(path).values())
     assert model.training and all(module.training for module in model.modules())
@@ -76,7 +79,10 @@ def test_scales_do_not_depend_on_the_example(tmp_path: Path) -> None:
         for t in onnx.load(str(path)).graph.initializer
         if t.name == "convs.0.input_quantizer/scale"
     )
-    assert onnx.numpy_helper.to_array(scale) == model.convs[0].input_quantizer.scale.numpy()
+    assert (
+        onnx.numpy_helper.to_array(scale)
+        == model.convs[0].input_quantizer.scale.numpy()
+    )
 
 
 def test_no_warning_reaches_the_user(path: Path) -> None:
@@ -93,7 +99,8 @@ def test_no_warning_reaches_the_user(path: Path) -> None:
 
 def test_the_file_is_a_quarter_and_names_no_machine(path: Path) -> None:
     model = calibrated(
-        nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)), torch.randn(4, 256)
+        nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)),
+        torch.randn(4, 256),
     )
     report = torchq.export_onnx(model, torch.randn(1, 256), path, dynamo=False)
     assert 0.25 < report.size / report.float_size < 0.29
@@ -106,7 +113,9 @@ def test_the_file_is_a_quarter_and_names_no_machine(path: Path) -> None:
 @pytest.mark.parametrize("dynamo", [False, True])
 def test_one_tensor_is_quantized_once(path: Path, dynamo: bool) -> None:
     model = calibrated(Layers(), torch.randn(4, 3, 9, 9))
-    report = torchq.export_onnx(model, torch.randn(1, 3, 9, 9), path, dynamo=dynamo, opset=18)
+    report = torchq.export_onnx(
+        model, torch.randn(1, 3, 9, 9), path, dynamo=dynamo, opset=18
+    )
     assert report.merged == {"right.input_quantizer": "left.input_quantizer"}
     assert "right.input_quantizer" not in ends(path, "QuantizeLinear")
 
@@ -143,16 +152,24 @@ class Typed(nn.Module):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.filterwarnings("ignore:.*got negative values")  # unsigned weights are legal
+@pytest.mark.filterwarnings(
+    "ignore:.*got negative values"
+)  # unsigned weights are legal
 @pytest.mark.parametrize("dynamo", [False, True])
 def test_types_of_weights(path: Path, dynamo: bool) -> None:
     """Every type is stored as itself and gives the simulation's numbers."""
-    rules = [Rule(f"layers.{i}", weight=descriptor) for i, descriptor in enumerate(TYPES.values())]
-    model = calibrated(Typed(TYPES), torch.randn(4, 48), config=QuantConfig(tuple(rules)))
+    rules = [
+        Rule(f"layers.{i}", weight=descriptor)
+        for i, descriptor in enumerate(TYPES.values())
+    ]
+    model = calibrated(
+        Typed(TYPES), torch.randn(4, 48), config=QuantConfig(tuple(rules))
+    )
     x = torch.randn(3, 48)
     torchq.export_onnx(model, x, path, dynamo=dynamo)
     kinds = {
-        name: onnx.TensorProto.DataType.Name(t.data_type) for name, t in weights_of(path).items()
+        name: onnx.TensorProto.DataType.Name(t.data_type)
+        for name, t in weights_of(path).items()
     }
     assert kinds == {
         f"layers.{i}.weight_quantizer": name.split()[0] for i, name in enumerate(TYPES)
@@ -165,7 +182,9 @@ def test_types_of_weights(path: Path, dynamo: bool) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("dynamo", [False, True])
-def test_four_bits_are_stored_as_eight_before_opset_21(path: Path, dynamo: bool) -> None:
+def test_four_bits_are_stored_as_eight_before_opset_21(
+    path: Path, dynamo: bool
+) -> None:
     config = QuantConfig((Rule("*", weight=TYPES["INT4"]),))
     x = torch.randn(3, 48)
     model = calibrated(nn.Sequential(nn.Linear(48, 5)), x, config=config)
@@ -181,7 +200,9 @@ def test_types_of_activations(path: Path) -> None:
         for i, b in enumerate(bits)
     ]
     model = calibrated(
-        Typed(dict.fromkeys(map(str, bits))), torch.randn(4, 48), config=QuantConfig(tuple(rules))
+        Typed(dict.fromkeys(map(str, bits))),
+        torch.randn(4, 48),
+        config=QuantConfig(tuple(rules)),
     )
     x = 2 * torch.randn(30, 48)
     torchq.export_onnx(model, x, path)
@@ -192,8 +213,12 @@ def test_types_of_activations(path: Path) -> None:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dynamo", [False, True])
-def test_half_models_keep_float32_scales(path: Path, dtype: torch.dtype, dynamo: bool) -> None:
-    model = calibrated(nn.Sequential(nn.Linear(64, 8)).to(dtype), torch.randn(4, 64, dtype=dtype))
+def test_half_models_keep_float32_scales(
+    path: Path, dtype: torch.dtype, dynamo: bool
+) -> None:
+    model = calibrated(
+        nn.Sequential(nn.Linear(64, 8)).to(dtype), torch.randn(4, 64, dtype=dtype)
+    )
     torchq.export_onnx(model, torch.randn(2, 64, dtype=dtype), path, dynamo=dynamo)
     graph = onnx.load(str(path)).graph
     assert {t.data_type for t in graph.initializer if t.name.endswith("/scale")} == {
@@ -235,7 +260,9 @@ def test_keyword_arguments_and_more_open_dimensions(path: Path, dynamo: bool) ->
     )
     x = torch.randn(5, 9, 6)
     table = torch.randn(6, 3)
-    torch.testing.assert_close(run_file(path, x, table)[0], model(x, table), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        run_file(path, x, table)[0], model(x, table), rtol=0, atol=1e-5
+    )
     shapes = {
         v.name: [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim]
         for v in onnx.load(path).graph.input
@@ -267,7 +294,9 @@ def test_arguments_without_names(path: Path, dynamo: bool) -> None:
     x = torch.randn(5, 6)
     torch.testing.assert_close(run_file(path, x)[0], model(x), rtol=0, atol=1e-6)
     pair = (torch.randn(1, 6), torch.randn(1, 6))
-    with pytest.raises(ConfigError, match="an optional argument and a label look the same"):
+    with pytest.raises(
+        ConfigError, match="an optional argument and a label look the same"
+    ):
         torchq.export_onnx(model, pair, path, dynamo=dynamo)
 
 
@@ -276,13 +305,17 @@ def test_wrapped_models_are_unwrapped(path: Path) -> None:
     model = calibrated(nn.Sequential(nn.Linear(6, 6)), torch.randn(4, 6))
     torchq.export_onnx(nn.DataParallel(model), torch.randn(3, 6), path, dynamo=False)
     assert set(ends(path, "QuantizeLinear")) == {"0.input_quantizer"}
-    with pytest.raises(ExportError, match=r"got a OptimizedModule; expected the model itself"):
+    with pytest.raises(
+        ExportError, match=r"got a OptimizedModule; expected the model itself"
+    ):
         torchq.export_onnx(torch.compile(model), torch.randn(3, 6), path, dynamo=False)
 
 
 def test_per_tensor_reaches_opset_10(path: Path) -> None:
     model = calibrated(
-        nn.Sequential(nn.Linear(4, 4)), torch.randn(4, 4), config=torchq.recipes.int8_per_tensor()
+        nn.Sequential(nn.Linear(4, 4)),
+        torch.randn(4, 4),
+        config=torchq.recipes.int8_per_tensor(),
     )
     torchq.export_onnx(model, torch.randn(2, 4), path, opset=10)
     x = torch.randn(3, 4)
@@ -326,14 +359,19 @@ def test_an_activation_that_saw_only_zeros_exports_with_a_warning(path: Path) ->
 
 def test_float_models_export_with_a_warning(path: Path) -> None:
     with pytest.warns(
-        UserWarning, match="Linear has no active quantizer; the file will hold a float model"
+        UserWarning,
+        match="Linear has no active quantizer; the file will hold a float model",
     ):
-        report = torchq.export_onnx(nn.Linear(4, 4), torch.randn(2, 4), path, dynamo=False)
+        report = torchq.export_onnx(
+            nn.Linear(4, 4), torch.randn(2, 4), path, dynamo=False
+        )
     assert report.weights == ()
 
 
 # torch 2.9: dynamo makes an object of every autograd.Function, and torch warns about that.
-@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.*Function'> should not be instantiated:DeprecationWarning"
+)
 def test_torch_export_gives_the_same_numbers() -> None:
     model = calibrated(Residual(), torch.randn(4, 3, 16, 16))
     x = torch.randn(2, 3, 16, 16)
@@ -440,7 +478,9 @@ def test_an_input_that_is_an_output_keeps_its_name(path: Path, dynamo: bool) -> 
 @pytest.mark.parametrize("dynamo", [False, True])
 def test_a_model_without_results_is_refused(path: Path, dynamo: bool) -> None:
     model = ready(Silent(), torch.randn(4, 6))
-    with pytest.raises(ExportError, match="Silent returns no tensor; expected one at least"):
+    with pytest.raises(
+        ExportError, match="Silent returns no tensor; expected one at least"
+    ):
         torchq.export_onnx(model, torch.randn(4, 6), path, dynamo=dynamo)
 
 
@@ -455,7 +495,9 @@ def two_inputs(scores: str = "scores") -> fx.GraphModule:
     h = w.node("Conv", first, w.random(4, 3, 3, 3), w.random(4))
     total = w.node("Add", w.node("Relu", h), second)
     file = w.model(w.node("Conv", total, w.random(5, 4, 3, 3), w.random(5)), total)
-    for old, new in zip([v.name for v in file.graph.output], (scores, "sum:0"), strict=True):
+    for old, new in zip(
+        [v.name for v in file.graph.output], (scores, "sum:0"), strict=True
+    ):
         for node in file.graph.node:
             for names in (node.input, node.output):
                 names[:] = [new if name == old else name for name in names]
@@ -489,7 +531,9 @@ class Caches(nn.Module):
 def test_what_onnx_has_no_type_for_is_left_out(path: Path, dynamo: bool) -> None:
     x = torch.randn(3, 4)
     model = calibrated(Caches(), [x])
-    with pytest.warns(UserWarning, match=r"returns tests\.onnx\.test_export\.Cache, which ONNX"):
+    with pytest.warns(
+        UserWarning, match=r"returns tests\.onnx\.test_export\.Cache, which ONNX"
+    ):
         torchq.export_onnx(model, x, path, dynamo=dynamo)
     found, more = run_file(path, x)
     result = model(x)
@@ -512,7 +556,9 @@ def calibrated_on(model: nn.Module, *examples: Tensor) -> Any:
 
 @pytest.mark.slow
 @BOTH
-def test_a_model_that_was_read_keeps_the_names_of_its_file(path: Path, dynamo: bool) -> None:
+def test_a_model_that_was_read_keeps_the_names_of_its_file(
+    path: Path, dynamo: bool
+) -> None:
     model = calibrated_on(two_inputs(), *batch())
     for each in (model, copy.deepcopy(model)):
         torchq.export_onnx(each, batch(), path, dynamo=dynamo)
@@ -561,17 +607,44 @@ LINEAR = nn.Sequential(nn.Linear(6, 6))
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dynamic_shapes": ({1: "h"},)}, r"got dynamic_shapes=\(.*; expected a mapping from the"),
-        ({"dynamic_shapes": {"input": "h"}}, "expected a mapping from the name of an input"),
-        ({"dynamic_shapes": {"input": {1: 6}}}, "expected a mapping from the name of an input"),
-        ({"dynamic_shapes": {"input": {1: ""}}}, "expected a mapping from the name of an input"),
-        ({"dynamic_shapes": {3: {1: "h"}}}, r"names \['3'\]; expected some of .* \['input'\]"),
-        ({"dynamic_shapes": {"input": {2: "h"}}}, "opens dimension 2 of 'input'; expected 0 to 1"),
-        ({"dynamic_shapes": {"input": {-1: "h"}}}, "opens dimension -1 .*; expected 0 to 1"),
+        (
+            {"dynamic_shapes": ({1: "h"},)},
+            r"got dynamic_shapes=\(.*; expected a mapping from the",
+        ),
+        (
+            {"dynamic_shapes": {"input": "h"}},
+            "expected a mapping from the name of an input",
+        ),
+        (
+            {"dynamic_shapes": {"input": {1: 6}}},
+            "expected a mapping from the name of an input",
+        ),
+        (
+            {"dynamic_shapes": {"input": {1: ""}}},
+            "expected a mapping from the name of an input",
+        ),
+        (
+            {"dynamic_shapes": {3: {1: "h"}}},
+            r"names \['3'\]; expected some of .* \['input'\]",
+        ),
+        (
+            {"dynamic_shapes": {"input": {2: "h"}}},
+            "opens dimension 2 of 'input'; expected 0 to 1",
+        ),
+        (
+            {"dynamic_shapes": {"input": {-1: "h"}}},
+            "opens dimension -1 .*; expected 0 to 1",
+        ),
         ({"input_names": "x"}, r"got input_names='x'; expected a list of names"),
-        ({"input_names": ["x", "y"]}, r"got input_names=\['x', 'y'\]; expected at most 1"),
+        (
+            {"input_names": ["x", "y"]},
+            r"got input_names=\['x', 'y'\]; expected at most 1",
+        ),
         ({"output_names": [3]}, r"got output_names=\[3\]; expected a list of names"),
-        ({"output_names": ["y", "y"]}, r"output_names=\['y', 'y'\]; expected different names"),
+        (
+            {"output_names": ["y", "y"]},
+            r"output_names=\['y', 'y'\]; expected different names",
+        ),
         ({"output_names": ["input"]}, "input as the name of an input and of an output"),
         ({"opset": 20.0}, r"got opset 20\.0; expected 10 to 23"),
         ({"opset": "20"}, r"got opset '20'; expected 10 to 23"),

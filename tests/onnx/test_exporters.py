@@ -43,7 +43,9 @@ class After(nn.Module):
         return self.function(self.linear(x))
 
 
-def _exported(function: Callable[[Tensor], Tensor], path: Path) -> tuple[Tensor, Tensor]:
+def _exported(
+    function: Callable[[Tensor], Tensor], path: Path
+) -> tuple[Tensor, Tensor]:
     torch.manual_seed(0)
     x = torch.randn(4, 6)
     model = calibrated(After(function), x)
@@ -60,7 +62,9 @@ def test_small_numbers_stay(name: str, path: Path) -> None:
     found, expected = _exported(FUNCTIONS[name], path)
     assert expected.isfinite().all()
     # The factor leaves single units of float32 in the last place, times 1e6.
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0.5 if name == "factor" else 1e-5)
+    torch.testing.assert_close(
+        found, expected, rtol=1e-5, atol=0.5 if name == "factor" else 1e-5
+    )
 
 
 def test_what_changes_nothing_goes(path: Path) -> None:
@@ -73,7 +77,9 @@ def test_what_changes_nothing_goes(path: Path) -> None:
 def test_an_opset_has_the_version_of_files_that_onnx_gives_it(opset: int) -> None:
     model = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": 18}), ir_version=8)
     set_opset(model, opset)
-    expected = onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset)])
+    expected = onnx.helper.find_min_ir_version_for(
+        [onnx.helper.make_opsetid("", opset)]
+    )
     assert model.ir_version == expected
 
 
@@ -99,7 +105,9 @@ DESCRIPTORS = {
     "int8": torchq.QuantDescriptor(),
     "per channel": torchq.QuantDescriptor(axis=0),
     "asymmetric": torchq.QuantDescriptor(unsigned=True, symmetric=False),
-    "4 bits, asymmetric": torchq.QuantDescriptor(4, axis=0, unsigned=True, symmetric=False),
+    "4 bits, asymmetric": torchq.QuantDescriptor(
+        4, axis=0, unsigned=True, symmetric=False
+    ),
     "scaled": torchq.QuantDescriptor(scale_amax=0.5),
     "learned": torchq.QuantDescriptor(learn_amax=True),
     "4 bits, clipped": torchq.QuantDescriptor(4),
@@ -118,19 +126,25 @@ def model_with(*kinds: str) -> nn.Module:
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("dynamo", [True, False])
 @pytest.mark.parametrize("kind", DESCRIPTORS)
-def test_a_file_has_the_numbers_of_the_model(kind: str, dynamo: bool, path: Path) -> None:
+def test_a_file_has_the_numbers_of_the_model(
+    kind: str, dynamo: bool, path: Path
+) -> None:
     model = model_with(kind)
     x = torch.randn(8, 8)
     before = [name for name, _ in model.named_buffers()]
     torchq.export_onnx(model, x, path, dynamo=dynamo, dynamic_batch=False)
     graph = onnx.load(path).graph
-    stored = {t.name: onnx.numpy_helper.to_array(t).flatten() for t in graph.initializer}
+    stored = {
+        t.name: onnx.numpy_helper.to_array(t).flatten() for t in graph.initializer
+    }
     pair = [node for node in graph.node if node.name.startswith("0/")]
     scale, zero_point = (t.flatten() for t in model[0].calculate_qparams())
     assert [node.op_type for node in pair] == ["QuantizeLinear", "DequantizeLinear"]
     for node in pair:
         assert (stored[node.input[1]] == scale.numpy()).all()
-        assert len(node.input) < 3 or (stored[node.input[2]] == zero_point.numpy()).all()
+        assert (
+            len(node.input) < 3 or (stored[node.input[2]] == zero_point.numpy()).all()
+        )
     assert [name for name, _ in model.named_buffers()] == before
     (found,) = run_file(path, x)
     torch.testing.assert_close(found, model(x).detach(), rtol=1e-5, atol=1e-5)
@@ -146,7 +160,9 @@ def test_a_failed_export_leaves_quantizers_as_they_were(path: Path) -> None:
     model.append(Fails())
     quantizer = model[0]
     with pytest.raises(ExportError, match="no tracing today"):
-        torchq.export_onnx(model, torch.randn(8, 8), path, dynamo=True, dynamic_batch=False)
+        torchq.export_onnx(
+            model, torch.randn(8, 8), path, dynamo=True, dynamic_batch=False
+        )
     assert quantizer.delegate is None
     assert [name for name, _ in quantizer.named_buffers()] == ["amax"]
 
@@ -162,7 +178,11 @@ class Positions(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.patches(x)
-        places = torch.linspace(-3, 3, x.shape[2]).reshape(1, 1, -1, 1).expand(1, 2, -1, x.shape[3])
+        places = (
+            torch.linspace(-3, 3, x.shape[2])
+            .reshape(1, 1, -1, 1)
+            .expand(1, 2, -1, x.shape[3])
+        )
         table = torch.cat([places.sin(), places.cos()], 1)
         return self.head((x + self.project(table)).mean((2, 3)))
 

@@ -52,16 +52,25 @@ def quantize_linear(a: dict[str, Any], x: Array, scale: Array, zero: Array) -> A
     return saturated(np.rint(x.astype(f32) / scale), zero)
 
 
-def dequantize_linear(a: dict[str, Any], codes: Array, scale: Array, zero: Array) -> Array:
+def dequantize_linear(
+    a: dict[str, Any], codes: Array, scale: Array, zero: Array
+) -> Array:
     return centered(codes, zero).astype(f32) * scale
 
 
 def q_linear_conv(a: dict[str, Any], *inputs: Array) -> Array:
     x, sx, zx, w, sw, zw, sy, zy = inputs[:8]
     pads = a.get("pads", [0, 0, 0, 0])
-    values = F.pad(torch.from_numpy(centered(x, zx)), (pads[1], pads[3], pads[0], pads[2]))
+    values = F.pad(
+        torch.from_numpy(centered(x, zx)), (pads[1], pads[3], pads[0], pads[2])
+    )
     weight = torch.from_numpy(centered(w, zw.reshape(-1, 1, 1, 1)))
-    options = (a.get("strides", [1, 1]), 0, a.get("dilations", [1, 1]), a.get("group", 1))
+    options = (
+        a.get("strides", [1, 1]),
+        0,
+        a.get("dilations", [1, 1]),
+        a.get("group", 1),
+    )
     sums = F.conv2d(values, weight, None, *options).numpy()
     if len(inputs) > 8:
         sums = sums + inputs[8].reshape(-1, 1, 1)
@@ -73,7 +82,9 @@ def q_gemm(a: dict[str, Any], *inputs: Array) -> Array:
     shape = (-1, 1) if a.get("transB") else (1, -1)
     left = centered(x, zx)
     right = centered(w, zw.reshape(shape))
-    sums = (left.T if a.get("transA") else left) @ (right.T if a.get("transB") else right)
+    sums = (left.T if a.get("transA") else left) @ (
+        right.T if a.get("transB") else right
+    )
     return requantized(sums + bias, (sx * sw) / sy, zy)
 
 
@@ -99,7 +110,9 @@ def q_linear_mul(a: dict[str, Any], *inputs: Array) -> Array:
     return requantized(centered(x, zx) * centered(y, zy), (sx * sy) / sz, zz)
 
 
-def q_linear_concat(a: dict[str, Any], scale: Array, zero: Array, *parts: Array) -> Array:
+def q_linear_concat(
+    a: dict[str, Any], scale: Array, zero: Array, *parts: Array
+) -> Array:
     moved = []
     for x, sx, zx in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
         same = sx == scale and zx == zero
@@ -157,7 +170,9 @@ def test_integer_operators_follow_the_rules(
     torch.manual_seed(0)
     x = torch.randn(16, 3, 24, 24)
     config = torchq.recipes.int8(symmetric=symmetric)
-    model = calibrated(network().eval(), x, config=config, target="onnxruntime", example=x[:1])
+    model = calibrated(
+        network().eval(), x, config=config, target="onnxruntime", example=x[:1]
+    )
     torchq.export_onnx(model, x[:1], path, target="onnxruntime", dynamo=False)
     seen = computed(path, x, tmp_path / "optimized.onnx")
     assert sum(seen.values()) == 0, seen
@@ -184,14 +199,20 @@ def computed(path: Path, x: Tensor, optimized: Path) -> Counter[str]:
     arrays |= dict(zip(outputs, found, strict=True))
     wrong: Counter[str] = Counter()
     for node in nodes:
-        attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
-        rule = RULES[node.op_type](attributes, *(arrays[name] for name in node.input if name))
+        attributes = {
+            a.name: onnx.helper.get_attribute_value(a) for a in node.attribute
+        }
+        rule = RULES[node.op_type](
+            attributes, *(arrays[name] for name in node.input if name)
+        )
         wrong[node.op_type] += int(np.sum(rule != arrays[node.output[0]]))
     return wrong
 
 
 def plain_options() -> Any:
     options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.graph_optimization_level = (
+        onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    )
     options.intra_op_num_threads = 1
     return options

@@ -22,14 +22,19 @@ class Tokens(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(10, 8)
         self.linear = nn.Linear(8, 4)
-        self.positions = None if positions is None else nn.Parameter(torch.randn(positions, 8))
+        self.positions = (
+            None if positions is None else nn.Parameter(torch.randn(positions, 8))
+        )
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
         embedded = self.embedding(input_ids)
         if self.positions is not None:
             embedded = embedded + self.positions
         kept = self.linear(embedded) * attention_mask[..., None]
-        return {"states": kept, "mean": kept.sum(1) / attention_mask.sum(1, keepdim=True)}
+        return {
+            "states": kept,
+            "mean": kept.sum(1) / attention_mask.sum(1, keepdim=True),
+        }
 
 
 def quantized(model: nn.Module) -> nn.Module:
@@ -61,15 +66,21 @@ def test_ids_and_masks_may_be_of_any_length(dynamo: bool, tmp_path: Path) -> Non
 
 def test_outputs_have_the_names_that_the_model_gives_them(tmp_path: Path) -> None:
     model = quantized(Tokens())
-    torchq.export_onnx(model, EXAMPLE, tmp_path / "net.onnx", dynamo=False, progress=False)
+    torchq.export_onnx(
+        model, EXAMPLE, tmp_path / "net.onnx", dynamo=False, progress=False
+    )
     outputs = onnx.load(str(tmp_path / "net.onnx")).graph.output
     assert [value.name for value in outputs] == ["states", "mean"]
 
 
-def test_lengths_that_the_model_fixes_stay_fixed_with_a_sentence(tmp_path: Path) -> None:
+def test_lengths_that_the_model_fixes_stay_fixed_with_a_sentence(
+    tmp_path: Path,
+) -> None:
     model = quantized(Tokens(positions=IDS.shape[1]))
     path = tmp_path / "net.onnx"
-    with pytest.warns(UserWarning, match="takes no other number of tokens than the example has"):
+    with pytest.warns(
+        UserWarning, match="takes no other number of tokens than the example has"
+    ):
         torchq.export_onnx(model, EXAMPLE, path, dynamo=False, progress=False)
     assert input_shapes(path) == 2 * [["batch", 6]]
     assert torchq.verify_onnx(model, path, [EXAMPLE], progress=False).ok
@@ -96,12 +107,16 @@ class Attends(nn.Module):
 
 
 @pytest.mark.parametrize("dynamo", [False, True])
-def test_the_share_on_integers_is_that_of_the_plan(dynamo: bool, tmp_path: Path) -> None:
+def test_the_share_on_integers_is_that_of_the_plan(
+    dynamo: bool, tmp_path: Path
+) -> None:
     model = Attends()
     plan = torchq.quantize_(model, example=EXAMPLE, progress=False)
     torchq.calibrate(model, [EXAMPLE], progress=False)
     path = tmp_path / "net.onnx"
-    written = torchq.export_onnx(model.eval(), EXAMPLE, path, dynamo=dynamo, progress=False)
+    written = torchq.export_onnx(
+        model.eval(), EXAMPLE, path, dynamo=dynamo, progress=False
+    )
     assert plan.share is not None
     assert written.coverage is not None
     assert written.coverage.share == pytest.approx(plan.share.quantized)

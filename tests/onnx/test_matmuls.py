@@ -51,7 +51,9 @@ def optimized(path: Path, open_dims: dict[str, int] | None = None) -> Counter[st
     for name, length in (open_dims or {}).items():
         options.add_free_dimension_override_by_name(name, length)
     ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    return Counter(node.op_type for node in onnx.load(options.optimized_model_filepath).graph.node)
+    return Counter(
+        node.op_type for node in onnx.load(options.optimized_model_filepath).graph.node
+    )
 
 
 @pytest.mark.sample(3)
@@ -64,7 +66,9 @@ def test_linear_layers_stay_integer_products(
 ) -> None:
     x = torch.randn(shape)
     model = calibrated(Perceptron(F.gelu, bias), x, target="onnxruntime")
-    torchq.export_onnx(model, x, path, target="onnxruntime", dynamo=dynamo, dynamic_batch=dynamic)
+    torchq.export_onnx(
+        model, x, path, target="onnxruntime", dynamo=dynamo, dynamic_batch=dynamic
+    )
     found = optimized(path)
     assert (
         found["MatMulIntegerToFloat"],
@@ -84,17 +88,27 @@ def test_files_without_a_target_do_too(dynamo: bool, path: Path) -> None:
     model = calibrated(nn.Sequential(nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 4)), x)
     torchq.export_onnx(model, x, path, dynamo=dynamo, dynamic_batch=False)
     found = optimized(path)
-    assert (found["MatMulIntegerToFloat"], found["Gemm"], found["DequantizeLinear"]) == (2, 0, 0), (
-        found
-    )
+    assert (
+        found["MatMulIntegerToFloat"],
+        found["Gemm"],
+        found["DequantizeLinear"],
+    ) == (2, 0, 0), found
 
 
 def test_a_sum_that_is_quantized_at_once_stays_a_gemm(path: Path) -> None:
     x = torch.randn(2, 5, 16)
-    model = calibrated(nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4)), x, target="onnxruntime")
-    torchq.export_onnx(model, x, path, target="onnxruntime", dynamo=False, dynamic_batch=False)
+    model = calibrated(
+        nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4)), x, target="onnxruntime"
+    )
+    torchq.export_onnx(
+        model, x, path, target="onnxruntime", dynamo=False, dynamic_batch=False
+    )
     found = optimized(path)
-    assert (found["QGemm"], found["MatMulIntegerToFloat"], found["DequantizeLinear"]) == (1, 1, 0)
+    assert (
+        found["QGemm"],
+        found["MatMulIntegerToFloat"],
+        found["DequantizeLinear"],
+    ) == (1, 1, 0)
     assert torchq.verify_onnx(model, path, [x]).ok
 
 
@@ -124,7 +138,8 @@ def test_inspection_names_float_products_of_static_shapes(
     fallbacks = torchq.inspect_onnx(path).fallbacks
     assert [node.kind for node in fallbacks] == ["Gemm", "Gemm"]
     assert all(
-        "has no Gemm from integers to float; torchq.export_onnx(..., target=" in node.reason
+        "has no Gemm from integers to float; torchq.export_onnx(..., target="
+        in node.reason
         for node in fallbacks
     )
 
@@ -139,7 +154,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4).unbind(0)
-        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return self.out(
+            F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        )
 
 
 @pytest.mark.sample(1)
@@ -150,7 +167,15 @@ def test_known_lengths_are_constants(dynamo: bool, path: Path) -> None:
     model = calibrated(Attention(), x)
     torchq.export_onnx(model, x, path, dynamo=dynamo)
     found = Counter(node.op_type for node in onnx.load(str(path)).graph.node)
-    assert not found.keys() & {"Shape", "Concat", "Gather", "Cast", "Sqrt", "Div", "Mod"}, found
+    assert not found.keys() & {
+        "Shape",
+        "Concat",
+        "Gather",
+        "Cast",
+        "Sqrt",
+        "Div",
+        "Mod",
+    }, found
     for batch in (1, 7):
         report = torchq.verify_onnx(model, path, [torch.randn(batch, 5, 16)])
         assert report.ok, str(report)
@@ -161,14 +186,18 @@ def test_known_lengths_are_constants(dynamo: bool, path: Path) -> None:
 def test_open_lengths_stay_open(dynamo: bool, path: Path) -> None:
     x = torch.randn(2, 5, 16)
     model = calibrated(Attention(), x)
-    torchq.export_onnx(model, x, path, dynamo=dynamo, dynamic_shapes={"x": {1: "length"}})
+    torchq.export_onnx(
+        model, x, path, dynamo=dynamo, dynamic_shapes={"x": {1: "length"}}
+    )
     for shape in ((1, 9, 16), (3, 2, 16)):
         report = torchq.verify_onnx(model, path, [torch.randn(shape)])
         assert report.ok, str(report)
 
 
 @pytest.mark.parametrize("dynamo", EXPORTERS)
-def test_results_that_are_read_again_keep_their_open_batch(dynamo: bool, path: Path) -> None:
+def test_results_that_are_read_again_keep_their_open_batch(
+    dynamo: bool, path: Path
+) -> None:
     """The TorchScript exporter notes the example's batch as that of the results."""
 
     class Both(nn.Module):
@@ -219,12 +248,18 @@ def test_attention_exports(target: str | None, dynamo: bool, path: Path) -> None
     x = torch.randn(3, 6, 16)
     calibrated(model, x, target=target)
     report = torchq.export_onnx(
-        model, x[:1], path, target=target, dynamo=dynamo, dynamic_shapes={"src": {1: "length"}}
+        model,
+        x[:1],
+        path,
+        target=target,
+        dynamo=dynamo,
+        dynamic_shapes={"src": {1: "length"}},
     )
     parts = ("weight", "key_weight", "value_weight", "out_weight")
     assert {f"self_attn.{part}_quantizer" for part in parts} < set(report.weights)
     assert report.merged == {
-        f"self_attn.{part}_quantizer": "self_attn.input_quantizer" for part in ("key", "value")
+        f"self_attn.{part}_quantizer": "self_attn.input_quantizer"
+        for part in ("key", "value")
     }
     assert ("self_attn.softmax_quantizer" in ends(path, "QuantizeLinear")) == (
         target in ("onnxruntime", "openvino")
@@ -234,7 +269,10 @@ def test_attention_exports(target: str | None, dynamo: bool, path: Path) -> None
     kinds = [node.kind for node in torchq.inspect_onnx(path).integer]
     # Signed codes after ReLU, or forked, stay float; so does all in float16.
     wanted = {"onnxruntime": 8, "openvino": 5, "tensorrt": 0}.get(target or "", 3)
-    assert sum(kind in ("MatMulIntegerToFloat", "QLinearMatMul") for kind in kinds) >= wanted
+    assert (
+        sum(kind in ("MatMulIntegerToFloat", "QLinearMatMul") for kind in kinds)
+        >= wanted
+    )
 
 
 class Tagger(nn.Module):
@@ -253,8 +291,12 @@ class Tagger(nn.Module):
 @pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.filterwarnings("ignore:Exporting a model to ONNX with a batch_size")
-@pytest.mark.filterwarnings("ignore:export_onnx. 1 of its layers read an input in float")
-@pytest.mark.parametrize("hidden", [True, False], ids=["quantized hidden", "float hidden"])
+@pytest.mark.filterwarnings(
+    "ignore:export_onnx. 1 of its layers read an input in float"
+)
+@pytest.mark.parametrize(
+    "hidden", [True, False], ids=["quantized hidden", "float hidden"]
+)
 def test_the_file_agrees_with_the_simulation(path: Path, hidden: bool) -> None:
     torch.manual_seed(0)
     model = Tagger().eval()
@@ -290,7 +332,9 @@ class Listener(nn.Module):
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.filterwarnings("ignore:Exporting a model to ONNX with a batch_size")
 @pytest.mark.filterwarnings("ignore:.* only .* quantized")
-@pytest.mark.filterwarnings("ignore:export_onnx. 1 of its layers read a weight in float")
+@pytest.mark.filterwarnings(
+    "ignore:export_onnx. 1 of its layers read a weight in float"
+)
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_an_open_length_is_open_or_refused(path: Path, kind: type[nn.RNNBase]) -> None:
     """Whether torch can trace it depends on its version; no version freezes it in silence."""

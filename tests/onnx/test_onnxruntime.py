@@ -159,7 +159,9 @@ def test_groups_get_at_least_32_channels(
 
 
 @pytest.mark.parametrize("per_output", [4, 6])
-def test_the_file_computes_the_same_codes(per_output: int, path: Path, tmp_path: Path) -> None:
+def test_the_file_computes_the_same_codes(
+    per_output: int, path: Path, tmp_path: Path
+) -> None:
     plain = tmp_path / "plain.onnx"
     model = Grouped(8, 4, per_output).eval()
     x = exported(model, path)
@@ -196,7 +198,9 @@ def test_a_damaged_record_is_an_error_of_the_file(groups: object, path: Path) ->
     save_model(file, path)
     report = torchq.verify_onnx(model, path, [x])
     assert not report.ok
-    assert "grouped.weight_quantizer: has the shape (32, 32, 3, 3) in the file" in str(report)
+    assert "grouped.weight_quantizer: has the shape (32, 32, 3, 3) in the file" in str(
+        report
+    )
 
 
 def test_weights_with_a_zero_point_keep_their_groups(path: Path) -> None:
@@ -224,7 +228,11 @@ class Shuffled(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.cat([self.left(x).relu(), self.right(x).relu()], 1)
         n, c, h, w = x.shape
-        x = x.view(n, self.groups, c // self.groups, h, w).transpose(1, 2).reshape(n, c, h, w)
+        x = (
+            x.view(n, self.groups, c // self.groups, h, w)
+            .transpose(1, 2)
+            .reshape(n, c, h, w)
+        )
         near, far = self.read(x)
         return self.near(near) + self.far(far)
 
@@ -248,7 +256,9 @@ OPEN: dict[str, dict[str, Any]] = {
     "all": {"dynamic_shapes": {"x": {2: "height", 3: "width"}}},
 }
 #: With all lengths open, the exporter based on torch.export reads those of the input.
-EXPORTS = [(name, False) for name in OPEN] + [(name, True) for name in ("none", "batch")]
+EXPORTS = [(name, False) for name in OPEN] + [
+    (name, True) for name in ("none", "batch")
+]
 
 
 @pytest.mark.sample(3)
@@ -299,7 +309,9 @@ def test_other_transpositions_stay(open_lengths: str, dynamo: bool, path: Path) 
     x = torch.randn(2, 3, 4, 6)
     model = write(Unshuffled(), x, path, dynamo=dynamo, **OPEN[open_lengths])
     file = load_model(path)
-    assert not [node for node in nodes_of(file, "Gather") if node.attributes["axis"].value == 1]
+    assert not [
+        node for node in nodes_of(file, "Gather") if node.attributes["axis"].value == 1
+    ]
     assert torchq.verify_onnx(model, path, [x], progress=False).ok
 
 
@@ -325,7 +337,9 @@ class Pyramid(nn.Module):
         self.mode = mode
 
     def forward(self, x: Tensor) -> Tensor:
-        far = nn.functional.interpolate(self.far(x).relu(), scale_factor=2, mode=self.mode)
+        far = nn.functional.interpolate(
+            self.far(x).relu(), scale_factor=2, mode=self.mode
+        )
         return self.last(torch.cat([self.near(x).relu(), far], 1)).mean((2, 3))
 
 

@@ -57,7 +57,9 @@ def shuffled(a: Tensor, b: Tensor) -> Tensor:
 
 PATTERNS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "signed": cat,
-    "signed with an offset": lambda a, b: cat(1.2 * a.relu() - 0.3, 1.1 * b.relu() - 0.2),
+    "signed with an offset": lambda a, b: cat(
+        1.2 * a.relu() - 0.3, 1.1 * b.relu() - 0.2
+    ),
     "one signed": lambda a, b: cat(a.relu(), b),
     "with ReLU": lambda a, b: cat(a, b).relu(),
     "unsigned": lambda a, b: cat(a.relu(), b.relu()),
@@ -70,7 +72,9 @@ PATTERNS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "read by two": lambda a, b: cat(cat(a, b).relu(), cat(a, b)),
     "with average pooling": lambda a, b: F.avg_pool2d(cat(a, b), 2),
     "cut and ReLU": lambda a, b: cat(a, b)[:, 4:].relu(),
-    "with a norm": lambda a, b: F.batch_norm(cat(a, b), torch.ones(16), torch.ones(16)).relu(),
+    "with a norm": lambda a, b: F.batch_norm(
+        cat(a, b), torch.ones(16), torch.ones(16)
+    ).relu(),
     "with a norm of two": lambda a, b: F.batch_norm(
         cat(cat(a, b), b), torch.ones(24), torch.ones(24)
     ),
@@ -142,7 +146,9 @@ REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "largest, halved": lambda a, b: 0.5 * a.amax((2, 3), keepdim=True) + b,
     "least": lambda a, b: a.amin((2, 3), keepdim=True) + b,
     "of channels": lambda a, b: cat(a.amax(1, keepdim=True), b.mean(1, keepdim=True)),
-    "of rows": lambda a, b: (a.flatten(2).mean(1) + b.flatten(2).sum(1)).unflatten(1, (1, 10, 10)),
+    "of rows": lambda a, b: (a.flatten(2).mean(1) + b.flatten(2).sum(1)).unflatten(
+        1, (1, 10, 10)
+    ),
 }
 
 
@@ -210,7 +216,9 @@ MASKS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_masks_of_large_numbers_leave_the_scores_their_digits(name: str, path: Path) -> None:
+def test_masks_of_large_numbers_leave_the_scores_their_digits(
+    name: str, path: Path
+) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 6, 16)
     model = quantized(Masked(MASKS[name]).eval(), x)
@@ -336,7 +344,9 @@ def test_pairs_in_a_row_behind_a_concatenation_are_kept_apart(
     torch.manual_seed(0)
     x = torch.randn(1, 8, 10, 10)
     config = torchq.recipes.int8(reduce_range=True, symmetric=symmetric)
-    model = calibrated(Again(between).eval(), x, config=config, target="openvino", example=x)
+    model = calibrated(
+        Again(between).eval(), x, config=config, target="openvino", example=x
+    )
     torchq.export_onnx(model, x, path, target="openvino", dynamo=False)
     apart = nodes_of(load_model(path), "Max")
     assert [user.op_type for node in apart for user in readers(node.outputs[0])] == [
@@ -366,8 +376,13 @@ def kernels(path: Path, shape: tuple[int, ...]) -> list[str]:
     network.reshape(list(shape))
     settings = {"INFERENCE_PRECISION_HINT": "f32"}
     nodes = core.compile_model(network, "CPU", settings).get_runtime_model().get_ops()
-    rows = [{name: v.astype(str) for name, v in node.get_rt_info().items()} for node in nodes]
-    layers = [row for row in rows if row["layerType"] in ("Convolution", "FullyConnected")]
+    rows = [
+        {name: v.astype(str) for name, v in node.get_rt_info().items()}
+        for node in nodes
+    ]
+    layers = [
+        row for row in rows if row["layerType"] in ("Convolution", "FullyConnected")
+    ]
     return [row["primitiveType"].lower() for row in layers]
 
 
@@ -375,17 +390,23 @@ def test_layers_of_as_many_channels_compute_in_integers(path: Path) -> None:
     torch.manual_seed(0)
     x = torch.randn(1, 3, 10, 10)
     model = quantized(Mixed().eval(), x)
-    torchq.export_onnx(model, x, path, target="openvino", dynamo=False, dynamic_batch=True)
+    torchq.export_onnx(
+        model, x, path, target="openvino", dynamo=False, dynamic_batch=True
+    )
     found = kernels(path, tuple(x.shape))
     assert len(found) == 2
     assert all(kernel.endswith("i8") for kernel in found), found
 
 
-def test_what_is_compared_runs_the_kernels_of_a_session_of_the_users(path: Path) -> None:
+def test_what_is_compared_runs_the_kernels_of_a_session_of_the_users(
+    path: Path,
+) -> None:
     """Codes shown as results made the layer behind them read int8, whose kernels lose a bit."""
     torch.manual_seed(0)
     x = torch.randn(4, 3, 16, 16)
-    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 8, 3))
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 8, 3)
+    )
     config = torchq.recipes.int8(reduce_range=True)
     calibrated(model.eval(), x, config=config, target="openvino", example=x)
     torchq.export_onnx(model, x, path, dynamo=False, progress=False)
@@ -409,7 +430,9 @@ def test_equal_biases_are_the_model_s_own_in_a_file_that_keeps_them_apart(
     torchq.export_onnx(model, x, path, dynamo=False, progress=False)
     assert torchq.verify_onnx(model, path, [x], progress=False).ok
     file = load_model(path)
-    (stored,) = (v for name, v in file.graph.initializers.items() if name.endswith("/bias"))
+    (stored,) = (
+        v for name, v in file.graph.initializers.items() if name.endswith("/bias")
+    )
     numbers = value_of(stored).clone()
     assert len(numbers.unique()) == 2
     numbers[0] += 0.001

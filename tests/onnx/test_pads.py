@@ -75,7 +75,9 @@ class Mobile(nn.Module):
 NARROW = torchq.recipes.int8(reduce_range=True)
 
 
-def exported(model: nn.Module, x: Tensor, path: Path, *target: Any, **options: Any) -> Any:
+def exported(
+    model: nn.Module, x: Tensor, path: Path, *target: Any, **options: Any
+) -> Any:
     torch.manual_seed(0)
     return write(model, x, path, *target, config=NARROW, **options)
 
@@ -117,28 +119,46 @@ SINGLE = torchq.runtimes.TensorRt(precision="float32")
 
 @pytest.mark.sample(3)
 @pytest.mark.eight_bit_products("openvino")
-@pytest.mark.parametrize("target", [None, "onnxruntime", "openvino", SINGLE, "qnn"], ids=str)
+@pytest.mark.parametrize(
+    "target", [None, "onnxruntime", "openvino", SINGLE, "qnn"], ids=str
+)
 @pytest.mark.parametrize("dynamo", EXPORTERS)
 def test_zeros_become_pads(target: Any, dynamo: bool, path: Path) -> None:
     x = images(2, 16, 12, 10)
     layers = (nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(), nn.ZeroPad2d((0, 1, 2, 3)))
-    model = nn.Sequential(*layers, nn.Conv2d(16, 32, 2, padding=1), torchq.nn.QuantIdentity())
+    model = nn.Sequential(
+        *layers, nn.Conv2d(16, 32, 2, padding=1), torchq.nn.QuantIdentity()
+    )
     model = exported(model, x, path, target, dynamo=dynamo)
     assert pads(path) == [[1] * 4, [3, 1, 4, 2]]
     found = torchq.verify_onnx(model, path, [x, images(1, 16, 12, 10)])
     assert found.ok, str(found)
     onnx.checker.check_model(path, full_check=True)
-    assert sqnr(run_file(path, x)[0], model(x)) > 35  # Behind a ReLU the file's grid is finer.
+    assert (
+        sqnr(run_file(path, x)[0], model(x)) > 35
+    )  # Behind a ReLU the file's grid is finer.
 
 
 @pytest.mark.parametrize(
     ("layers", "shape", "expected"),
     [
         ([Pad(1, 2), nn.Conv1d(4, 4, 2)], (2, 4, 9), [1, 2]),
-        ([Pad(1, 2, 3, 4, 5, 6), nn.Conv3d(4, 4, 2)], (2, 4, 3, 4, 5), [5, 3, 1, 6, 4, 2]),
+        (
+            [Pad(1, 2, 3, 4, 5, 6), nn.Conv3d(4, 4, 2)],
+            (2, 4, 3, 4, 5),
+            [5, 3, 1, 6, 4, 2],
+        ),
         ([Pad(1, 0), Pad(0, 0, 2, 2), nn.Conv2d(4, 4, 2)], (2, 4, 6, 5), [2, 1, 2, 0]),
-        ([Pad(0, 1, 0, 1), nn.Conv2d(4, 4, 2, 2, groups=4)], (2, 4, 7, 7), [0, 0, 1, 1]),
-        ([Pad(0, 1, 0, 1), nn.Conv2d(4, 4, 2, padding="valid")], (2, 4, 7, 7), [0, 0, 1, 1]),
+        (
+            [Pad(0, 1, 0, 1), nn.Conv2d(4, 4, 2, 2, groups=4)],
+            (2, 4, 7, 7),
+            [0, 0, 1, 1],
+        ),
+        (
+            [Pad(0, 1, 0, 1), nn.Conv2d(4, 4, 2, padding="valid")],
+            (2, 4, 7, 7),
+            [0, 0, 1, 1],
+        ),
     ],
     ids=["one", "three", "twice", "depthwise", "valid"],
 )
@@ -183,7 +203,12 @@ def test_other_pads_stay(pad: Pad, last: nn.Module, path: Path) -> None:
 def test_codes_behind_other_numbers(target: str, value: float, path: Path) -> None:
     """Zeros or more leave unsigned codes behind a ReLU; less needs codes for it."""
     x = images(1, 3, 6, 6)
-    layers = (nn.Conv2d(3, 8, 3), nn.ReLU(), Pad(1, 1, 1, 1, value=value), nn.Conv2d(8, 4, 2))
+    layers = (
+        nn.Conv2d(3, 8, 3),
+        nn.ReLU(),
+        Pad(1, 1, 1, 1, value=value),
+        nn.Conv2d(8, 4, 2),
+    )
     model = exported(nn.Sequential(*layers, torchq.nn.QuantIdentity()), x, path, target)
     found = torchq.verify_onnx(model, path, [x])
     assert found.ok and sqnr(run_file(path, x)[0], model(x)) > 35
@@ -208,7 +233,9 @@ def test_scales_of_pixels_keep_the_pad(axis: int, count: int, path: Path) -> Non
     weight = torchq.QuantDescriptor(axis=0)
     rule = torchq.Rule("1", input=torchq.QuantDescriptor(axis=axis), weight=weight)
     config = torchq.QuantConfig((rule,))
-    model = calibrated(nn.Sequential(Pad(0, 1, 0, 1), nn.Conv2d(4, 4, 2)), x, config=config)
+    model = calibrated(
+        nn.Sequential(Pad(0, 1, 0, 1), nn.Conv2d(4, 4, 2)), x, config=config
+    )
     torchq.export_onnx(model, x, path, dynamo=False)
     assert len(nodes_of(load_model(path), "Pad")) == count
     assert torchq.verify_onnx(model, path, [x]).ok
@@ -219,7 +246,10 @@ def test_padded_weights_keep_the_pad() -> None:
     model = graph_of(
         ("Pad", ["x", "amounts"], ["padded"], {}),
         ("Conv", ["image", "padded"], ["y"], {}),
-        stored={"amounts": torch.tensor([0, 0, 0, 0, 0, 0, 1, 1]), "image": images(1, 4, 9, 9)},
+        stored={
+            "amounts": torch.tensor([0, 0, 0, 0, 0, 0, 1, 1]),
+            "image": images(1, 4, 9, 9),
+        },
         shape=(4, 4, 2, 2),
     )
     fold_pads(model)
@@ -238,7 +268,9 @@ def test_axes_of_pads(axes: list[int]) -> None:
     )
     fold_pads(model)
     (node,) = nodes_of(model, "Conv")
-    assert list(attribute(node, "pads")) == ([1, 0, 2, 3] if axes[0] == 2 else [0, 1, 3, 2])
+    assert list(attribute(node, "pads")) == (
+        [1, 0, 2, 3] if axes[0] == 2 else [0, 1, 3, 2]
+    )
 
 
 def damaged(path: Path, change: str) -> Path:
@@ -250,7 +282,9 @@ def damaged(path: Path, change: str) -> Path:
     elif change == "no record":
         write_record(model, **{"folded pads": {}})
     else:
-        nodes_of(model, "Conv")[1].attributes["pads"] = onnx_ir.AttrInt64s("pads", [0, 0, 1, 1])
+        nodes_of(model, "Conv")[1].attributes["pads"] = onnx_ir.AttrInt64s(
+            "pads", [0, 0, 1, 1]
+        )
     save_model(model, other, check=False)
     return other
 
@@ -262,7 +296,9 @@ def test_damage_is_found(change: str, path: Path) -> None:
     model = exported(nn.Sequential(*layers, nn.Conv2d(4, 4, 1)), x, path, None)
     assert torchq.verify_onnx(model, path, [x]).ok
     if change == "no record":
-        with pytest.raises(ExportError, match=r"2\.input_quantizer: the model has shape"):
+        with pytest.raises(
+            ExportError, match=r"2\.input_quantizer: the model has shape"
+        ):
             torchq.verify_onnx(model, damaged(path, change), [x])
     else:
         assert not torchq.verify_onnx(model, damaged(path, change), [x]).ok
@@ -294,7 +330,9 @@ def test_known_lengths_are_computed(dynamo: bool, path: Path) -> None:
     x = images(2, 3, 13, 16)
     model = exported(Mobile(), x, path, dynamo=dynamo)
     assert pads(path) == [[1, 0, 1, 1], [1, 1, 2, 1]]
-    assert not nodes_of(load_model(path), "Shape", "Ceil", "Concat", "ConstantOfShape", "Cast")
+    assert not nodes_of(
+        load_model(path), "Shape", "Ceil", "Concat", "ConstantOfShape", "Cast"
+    )
     assert torchq.verify_onnx(model, path, [x, images(3, 3, 13, 16)]).ok
 
 
@@ -349,7 +387,13 @@ def test_engines_open_usual_shapes_apart(
     opened.clear()
     deployed._reset()
     found = []
-    for shape in ((1, 3, 16, 16), (2, 3, 16, 16), (1, 3, 15, 18), (1, 3, 16, 16), (2, 3, 17, 17)):
+    for shape in (
+        (1, 3, 16, 16),
+        (2, 3, 16, 16),
+        (1, 3, 15, 18),
+        (1, 3, 16, 16),
+        (2, 3, 17, 17),
+    ):
         y = images(*shape)
         assert sqnr(deployed(y), model(y)) > 25
         found.append(list(opened))

@@ -43,7 +43,10 @@ FAULTS = [
         uncalibrated,
         r"0\.input_quantizer, 0\.weight_quantizer, .*: has no calibrated range; .* torchq\.cal",
     ),
-    (lambda: linear(dynamic=True), r"0\.input_quantizer: is dynamic: .* expected a fixed range"),
+    (
+        lambda: linear(dynamic=True),
+        r"0\.input_quantizer: is dynamic: .* expected a fixed range",
+    ),
     (
         lambda: linear(amax=float("nan")),
         r"0\.input_quantizer: has a NaN range; expected finite numbers",
@@ -71,7 +74,11 @@ def test_unusable_ranges_are_named(path: Path, make: object, message: str) -> No
 
 
 OPTIONS = [
-    ({}, {"opset": 12}, r"0\.weight_quantizer: opset 12 has no .* per-channel .* opset >= 13"),
+    (
+        {},
+        {"opset": 12},
+        r"0\.weight_quantizer: opset 12 has no .* per-channel .* opset >= 13",
+    ),
     ({}, {"opset": 9}, r"got opset 9; expected 10 to 23"),
     ({}, {"opset": 24}, r"got opset 24; expected 10 to 23"),
     (
@@ -79,7 +86,11 @@ OPTIONS = [
         {"opset": 18},
         r"0\.input_quantizer: opset 18 has no .* for the type e4m3; expected opset >= 19",
     ),
-    ({}, {"dynamo": True, "opset": 13}, r"dynamo=True with opset 13; expected opset >= 18"),
+    (
+        {},
+        {"dynamo": True, "opset": 13},
+        r"dynamo=True with opset 13; expected opset >= 18",
+    ),
 ]
 
 
@@ -99,7 +110,9 @@ def test_observers_rest_during_an_export(path: Path) -> None:
     assert not model[0].input_quantizer.calibrator.seen
 
 
-def test_a_missing_package_names_the_extra(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_names_the_extra(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(__import__("sys").modules, "onnx", None)
     with pytest.raises(
         MissingExtraError,
@@ -147,7 +160,9 @@ class Remembers(nn.Module):
 def test_a_batch_size_that_cannot_be_open_is_fixed_with_a_warning(path: Path) -> None:
     model = calibrated(Remembers(), torch.randn(2, 6))
     model(torch.randn(2, 6))  # calibrate puts back what the forward stored
-    with pytest.warns(UserWarning, match="fixed batch size of the example. Pass dynamic_batch"):
+    with pytest.warns(
+        UserWarning, match="fixed batch size of the example. Pass dynamic_batch"
+    ):
         torchq.export_onnx(model, torch.randn(2, 6), path, dynamo=True)
     (value,) = onnx.load(path).graph.input
     assert [d.dim_value for d in value.type.tensor_type.shape.dim] == [2, 6]
@@ -156,7 +171,9 @@ def test_a_batch_size_that_cannot_be_open_is_fixed_with_a_warning(path: Path) ->
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("dynamo", [False, True])
-def test_what_a_forward_stores_while_it_is_traced_is_not_kept(dynamo: bool, path: Path) -> None:
+def test_what_a_forward_stores_while_it_is_traced_is_not_kept(
+    dynamo: bool, path: Path
+) -> None:
     if dynamo and torch.__version__ < (2, 10):
         pytest.skip("torch 2.9 exports no forward that stores a tensor")
     model = calibrated(Remembers(), torch.randn(3, 6))
@@ -173,9 +190,13 @@ class Untraceable(nn.Linear):
         raise ValueError("no tracing today")
 
 
-def test_a_model_that_cannot_be_traced_at_all_is_an_error_without_a_warning(path: Path) -> None:
+def test_a_model_that_cannot_be_traced_at_all_is_an_error_without_a_warning(
+    path: Path,
+) -> None:
     with (
-        pytest.raises(ExportError, match=r"torch could not export .*no tracing today.*dynamo="),
+        pytest.raises(
+            ExportError, match=r"torch could not export .*no tracing today.*dynamo="
+        ),
         pytest.warns(UserWarning, match="no active quantizer") as seen,
     ):
         torchq.export_onnx(Untraceable(4, 4), torch.randn(2, 4), path, dynamo=False)
@@ -190,7 +211,9 @@ def test_mixed_precision_of_accelerate_is_refused_by_name(path: Path) -> None:
     model._original_forward = original
     inner = torch.autocast("cpu", dtype=torch.bfloat16)(original.__func__)
     model.forward = types.MethodType(inner, model)
-    with pytest.raises(ExportError, match=r"unwrap_model\(model, keep_fp32_wrapper=False\)"):
+    with pytest.raises(
+        ExportError, match=r"unwrap_model\(model, keep_fp32_wrapper=False\)"
+    ):
         torchq.export_onnx(model, torch.randn(2, 6), path, dynamo=False)
 
 
@@ -200,7 +223,9 @@ helper = onnx.helper
 @pytest.fixture
 def exported(tmp_path: Path) -> tuple[nn.Module, Path]:
     model = calibrated(Residual(), torch.randn(8, 3, 16, 16))
-    torchq.export_onnx(model, torch.randn(1, 3, 16, 16), tmp_path / "m.onnx", dynamo=False)
+    torchq.export_onnx(
+        model, torch.randn(1, 3, 16, 16), tmp_path / "m.onnx", dynamo=False
+    )
     return model, tmp_path / "m.onnx"
 
 
@@ -238,7 +263,11 @@ def breakages(good: bytes) -> dict[str, bytes]:
     circle.graph.node[0].input[0] = circle.graph.node[-1].output[0]
     missing = onnx.ModelProto.FromString(good)
     del missing.graph.initializer[:]
-    name = onnx.ModelProto.FromString(good).SerializeToString().replace(b"MaxPool", b"M\xf9xPool")
+    name = (
+        onnx.ModelProto.FromString(good)
+        .SerializeToString()
+        .replace(b"MaxPool", b"M\xf9xPool")
+    )
     shape = onnx.ModelProto.FromString(good)
     shape.graph.initializer[0].dims.append(2**40)
     kind = onnx.ModelProto.FromString(good)
@@ -294,7 +323,10 @@ def test_every_float_node_of_a_deep_residual_network_is_listed(path: Path) -> No
     report = torchq.inspect_onnx(path)
     kinds = [node.kind for node in report.fallbacks]
     assert kinds.count("Conv") == 40
-    assert all("stored in float" in n.reason or "not quantized" in n.reason for n in report.nodes)
+    assert all(
+        "stored in float" in n.reason or "not quantized" in n.reason
+        for n in report.nodes
+    )
 
 
 def test_a_broken_graph_is_refused_by_name_and_not_written(path: Path) -> None:
@@ -304,6 +336,8 @@ def test_a_broken_graph_is_refused_by_name_and_not_written(path: Path) -> None:
     ends = [helper.make_tensor_value_info(name, 1, [2]) for name in "xy"]
     graph = helper.make_graph([node], "g", ends[:1], ends[1:])
     model = ir.from_proto(helper.make_model(graph))
-    with pytest.raises(ExportError, match=r"m\.onnx: the graph is broken \(.*pass dynamo=True or"):
+    with pytest.raises(
+        ExportError, match=r"m\.onnx: the graph is broken \(.*pass dynamo=True or"
+    ):
         save_model(model, path)
     assert not (path).exists()

@@ -38,7 +38,9 @@ def made(recipe: str, path: Path, dynamo: bool = True) -> tuple[nn.Module, Tenso
     config = RECIPES[recipe]()
     torchq.quantize_(model, config, target="onnxruntime", example=x[:1], progress=False)
     torchq.calibrate(model, [x], progress=False)
-    torchq.export_onnx(model, x[:1], path, dynamo=dynamo, progress=False)  # the plan's target
+    torchq.export_onnx(
+        model, x[:1], path, dynamo=dynamo, progress=False
+    )  # the plan's target
     return model, x
 
 
@@ -48,7 +50,10 @@ def other_scales(model: nn.Module, path: Path) -> list[str]:
     found = activation_qparams(file)
     found |= {name: qparams_of(node) for name, node in weight_nodes(file).items()}
     own = {name: model.get_submodule(name.partition("#")[0]).scale for name in found}
-    same = {n: torch.equal(own[n].detach().flatten(), q.scale.flatten()) for n, q in found.items()}
+    same = {
+        n: torch.equal(own[n].detach().flatten(), q.scale.flatten())
+        for n, q in found.items()
+    }
     assert len(same) > 10
     return [name for name, is_same in same.items() if not is_same]
 
@@ -63,7 +68,9 @@ def share_equal(model: nn.Module, path: Path, x: Tensor) -> float:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("dynamo", [True, False])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_images_get_equal_results_in_a_session(recipe: str, dynamo: bool, path: Path) -> None:
+def test_images_get_equal_results_in_a_session(
+    recipe: str, dynamo: bool, path: Path
+) -> None:
     model, x = made(recipe, path, dynamo)
     assert share_equal(model, path, x) >= _MOST
     with folded_corrections(model):  # files have gains in the scales of weights
@@ -121,7 +128,13 @@ def test_results_are_those_of_a_session_bit_for_bit(
 def test_means_of_images_at_ties_are_those_of_a_session(path: Path) -> None:
     """Between equal scales every fourth mean of four codes lies between two codes."""
     torch.manual_seed(0)
-    layers = nn.Conv2d(3, 32, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 5)
+    layers = (
+        nn.Conv2d(3, 32, 1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(32, 5),
+    )
     model = nn.Sequential(*layers).eval()
     x = torch.randn(64, 3, 2, 2)
     plan = torchq.quantize_(model, target="onnxruntime", example=x[:2], progress=False)
@@ -152,7 +165,10 @@ def test_float_results_of_four_bit_codes_are_those_of_a_session(path: Path) -> N
 def test_every_code_is_that_of_the_session(path: Path) -> None:
     model, x = made("int8", path)
     report = torchq.verify_onnx(model, path, [x], progress=False)
-    assert report.outputs[0].equal == 1 and sum(layer.differ for layer in report.layers) == 0
+    assert (
+        report.outputs[0].equal == 1
+        and sum(layer.differ for layer in report.layers) == 0
+    )
     layers = [m for m in model.modules() if getattr(m, "rounded_by", "")]
     assert len(layers) > 3
     layers[0].output_shift = torch.full((layers[0].weight.shape[0],), 3e-3)
@@ -163,7 +179,9 @@ def test_every_code_is_that_of_the_session(path: Path) -> None:
 def biases_one_step_off(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, QuantModule) and module.bias_format:
-            step = module.input_quantizer.scale * module.weight_quantizer.scale.flatten()
+            step = (
+                module.input_quantizer.scale * module.weight_quantizer.scale.flatten()
+            )
             module.bias.data += step
 
 
@@ -205,7 +223,9 @@ class Forked(nn.Module):
         x = self.first(x).relu()
         if self.kind == "reshaped":
             return self.left(x), self.flat(x.flatten(1))
-        return self.left(x), self.right(F.pad(x, (1, 1, 1, 1)) if self.kind == "padded" else x)
+        return self.left(x), self.right(
+            F.pad(x, (1, 1, 1, 1)) if self.kind == "padded" else x
+        )
 
 
 @pytest.mark.filterwarnings("ignore:export_onnx")  # what the two layers return is float
@@ -222,10 +242,17 @@ def test_a_result_of_two_ranges_is_computed_in_float(
     config = RECIPES["int8"]()
     weight = torchq.QuantDescriptor(7, axis=0)
     if kind == "two":
-        narrow = torchq.QuantDescriptor(calib_method="percentile", calib_options={"percentile": 90})
+        narrow = torchq.QuantDescriptor(
+            calib_method="percentile", calib_options={"percentile": 90}
+        )
         config = config.with_rules(torchq.Rule("right", input=narrow, weight=weight))
     unused = "right" if kind == "reshaped" else "flat"
-    settings = {"exclude": unused, "target": "onnxruntime", "example": x, "progress": False}
+    settings = {
+        "exclude": unused,
+        "target": "onnxruntime",
+        "example": x,
+        "progress": False,
+    }
     plan = torchq.quantize_(model, config, **settings)
     torchq.calibrate(model, [x], progress=False)
     torchq.export_onnx(model, x, path, dynamo=False, progress=False)
@@ -234,11 +261,15 @@ def test_a_result_of_two_ranges_is_computed_in_float(
         ("int32", "left.input_quantizer") if on_integers else ("", "")
     )
     open_session(path, optimize=True, save_optimized=tmp_path / "o.onnx")
-    kinds = [node.op_type for node in load_model(tmp_path / "o.onnx", check=False).graph]
+    kinds = [
+        node.op_type for node in load_model(tmp_path / "o.onnx", check=False).graph
+    ]
     assert kinds.count("QLinearConv") == on_integers
     report = torchq.verify_onnx(model, path, [x], progress=False)
     assert report.ok, str(report)
-    assert max(layer.elements for layer in report.layers) <= 8 * 8 * 100  # each reader has a row
+    assert (
+        max(layer.elements for layer in report.layers) <= 8 * 8 * 100
+    )  # each reader has a row
 
 
 @pytest.mark.slow
@@ -249,7 +280,9 @@ def test_biases_are_rounded_in_training_too_and_stored_as_they_were(path: Path) 
     step = layer.input_quantizer.scale * layer.weight_quantizer.scale.flatten()
     zeros = torch.zeros(1, 16, 4, 4)
     results = layer.train()(zeros)[0, :, 0, 0]
-    assert torch.equal(results, torch.round((stored + layer.output_shift) / step) * step)
+    assert torch.equal(
+        results, torch.round((stored + layer.output_shift) / step) * step
+    )
     assert not torch.equal(results, stored) and torch.equal(layer.bias, stored)
     results.sum().backward()
     assert torch.equal(layer.bias.grad, torch.ones(16))
@@ -262,7 +295,9 @@ def test_a_form_that_the_plan_fixed_stays_and_a_contradiction_is_a_warning() -> 
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)).eval()
     x = torch.randn(2, 3, 8, 8)
     plan = torchq.quantize_(model, target="onnxruntime", example=x, progress=False)
-    assert plan.decision("2").unsigned == ("input",) and plan.decision("0").unsigned == ()
+    assert (
+        plan.decision("2").unsigned == ("input",) and plan.decision("0").unsigned == ()
+    )
     assert model[2].input_quantizer.descriptor.unsigned is True  # before calibration
     model[1] = nn.Identity()
     with pytest.warns(UserWarning, match=r"2\.input_quantizer: got negative values"):
@@ -277,7 +312,10 @@ def test_tensorrt_has_signed_codes_and_rules_that_fix_unsigned_ones_stay() -> No
         model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)).eval()
         config = torchq.recipes.integer(8, 8, unsigned=unsigned)
         plan = torchq.plan(model, config, target="tensorrt", example=x)
-        assert plan.decision("2").input.unsigned is wanted and plan.decision("2").unsigned == ()
+        assert (
+            plan.decision("2").input.unsigned is wanted
+            and plan.decision("2").unsigned == ()
+        )
 
 
 @pytest.mark.slow
@@ -289,6 +327,8 @@ def test_a_model_for_no_target_keeps_its_grid_with_a_warning(path: Path) -> None
     torchq.calibrate(model, [x], progress=False)
     with pytest.warns(UserWarning, match="quantized for no target") as seen:
         torchq.export_onnx(model, x, path, target="openvino", progress=False)
-    texts = [str(w.message) for w in seen if "quantized for no target" in str(w.message)]
+    texts = [
+        str(w.message) for w in seen if "quantized for no target" in str(w.message)
+    ]
     assert len(texts) == 1 and "target='openvino'" in texts[0]
     assert other_scales(model, path) == []

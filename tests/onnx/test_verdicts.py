@@ -52,7 +52,9 @@ def store_floats(path: Path, quantizer: str) -> None:
         dequantize = convolution.inputs[1].producer()
         if dequantize is not None and dequantize.name.startswith(quantizer):
             qparams = qparams_of(dequantize)
-            values = qparams.dequantize(qparams.centered(value_of(dequantize.inputs[0])))
+            values = qparams.dequantize(
+                qparams.centered(value_of(dequantize.inputs[0]))
+            )
             name = f"{quantizer}/float weight"
             convolution.replace_input_with(1, add_initializer(file.graph, name, values))
     save_model(file, path)
@@ -83,12 +85,16 @@ def plain_file(tmp_path: Path, batch: Any = None) -> tuple[Any, Path, Tensor]:
     """A model of two layers, its file, and a batch."""
     torch.manual_seed(0)
     x = torch.randn(4, 8) if batch is None else batch
-    model = simulated(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval(), [x])
+    model = simulated(
+        nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval(), [x]
+    )
     torchq.export_onnx(model, x, tmp_path / "m.onnx", progress=False)
     return model, tmp_path / "m.onnx", x
 
 
-def test_a_file_without_integers_is_no_file_of_a_quantized_model(tmp_path: Path) -> None:
+def test_a_file_without_integers_is_no_file_of_a_quantized_model(
+    tmp_path: Path,
+) -> None:
     model, path, x = plain_file(tmp_path)
     floats = copy.deepcopy(model)
     torchq.restore_(floats)
@@ -98,7 +104,10 @@ def test_a_file_without_integers_is_no_file_of_a_quantized_model(tmp_path: Path)
     # Nearly the same numbers, so that outputs alone do not tell.
     report = torchq.verify_onnx(model, path, [x * 1e-3], progress=False)
     assert not report.ok
-    assert report.verdicts[0].reason == "the model is quantized, and the file has no integers"
+    assert (
+        report.verdicts[0].reason
+        == "the model is quantized, and the file has no integers"
+    )
 
 
 def test_a_file_that_holds_one_length_for_an_open_one_is_named(tmp_path: Path) -> None:

@@ -26,7 +26,9 @@ pytest.importorskip("onnxruntime")
 @pytest.fixture
 def exported(tmp_path: Path) -> tuple[nn.Module, Path]:
     model = calibrated(Residual(), torch.randn(8, 3, 16, 16))
-    torchq.export_onnx(model, torch.randn(1, 3, 16, 16), tmp_path / "m.onnx", dynamo=False)
+    torchq.export_onnx(
+        model, torch.randn(1, 3, 16, 16), tmp_path / "m.onnx", dynamo=False
+    )
     return model, tmp_path / "m.onnx"
 
 
@@ -67,7 +69,8 @@ def test_figures_are_those_of_the_outputs_of_a_usual_session(
     got = run_file(path, x, optimize=True)[0].double()
     assert found.max_diff == pytest.approx((want - got).abs().max().item(), rel=1e-12)
     assert found.sqnr_db == pytest.approx(
-        10 * (want.square().sum() / (want - got).square().sum()).log10().item(), rel=1e-9
+        10 * (want.square().sum() / (want - got).square().sum()).log10().item(),
+        rel=1e-9,
     )
     assert found.top1 == (want.argmax(1) == got.argmax(1)).double().mean()
     assert (found.equal, found.samples) == (0, 6)
@@ -81,12 +84,16 @@ def test_a_changed_layer_is_named_alone(exported: tuple[nn.Module, Path]) -> Non
     wrong = [layer.name for layer in report.layers if not layer.ok]
     assert wrong == ["blocks.0.first.bias", "blocks.0.second.input_quantizer"]
     assert report.first is not None and report.first.name == wrong[0]
-    assert "DIFFERS" in str(report) and "first of 2 that differ: blocks.0.first.bias" in str(report)
+    assert "DIFFERS" in str(
+        report
+    ) and "first of 2 that differ: blocks.0.first.bias" in str(report)
     assert len(str(report).splitlines()) <= 10
 
 
 @pytest.mark.parametrize("name", ["scale", "bias"])
-def test_the_last_bit_of_a_number_is_seen(name: str, exported: tuple[nn.Module, Path]) -> None:
+def test_the_last_bit_of_a_number_is_seen(
+    name: str, exported: tuple[nn.Module, Path]
+) -> None:
     model, path = exported
     stored = {
         "scale": "blocks.0.second.input_quantizer/scale",
@@ -107,7 +114,9 @@ def test_no_code_differs_and_outputs_are_equal(path: Path) -> None:
     assert report.outputs[0].equal == 1
 
 
-def test_another_model_is_refused(exported: tuple[nn.Module, Path], tmp_path: Path) -> None:
+def test_another_model_is_refused(
+    exported: tuple[nn.Module, Path], tmp_path: Path
+) -> None:
     model, path = exported
     other = copy.deepcopy(model)
     other.head = nn.Linear(48, 3)
@@ -166,7 +175,9 @@ def test_several_outputs_and_dict_batches(path: Path) -> None:
 def test_a_plain_export_is_compared_end_to_end(path: Path) -> None:
     """A file that torch.onnx.export wrote by itself has no names of quantizers."""
     model = calibrated(nn.Sequential(nn.Linear(6, 6)), torch.randn(8, 6))
-    torch.onnx.export(model, (torch.randn(2, 6),), path, opset_version=21, verbose=False)
+    torch.onnx.export(
+        model, (torch.randn(2, 6),), path, opset_version=21, verbose=False
+    )
     report = torchq.verify_onnx(model, path, [torch.randn(2, 6)])
     assert report.layers == ()
     assert report.ok and report.outputs[0].max_diff < 1e-6
@@ -175,10 +186,16 @@ def test_a_plain_export_is_compared_end_to_end(path: Path) -> None:
 def test_float_nodes_are_explained(exported: tuple[nn.Module, Path]) -> None:
     """Quantizers at layer inputs alone: convolutions before a ReLU stay float in ONNX Runtime."""
     report = torchq.inspect_onnx(exported[1])
-    reasons = {node.name: node.reason for node in report.fallbacks if node.kind == "Conv"}
-    assert any("export with target='onnxruntime'" in reason for reason in reasons.values())
+    reasons = {
+        node.name: node.reason for node in report.fallbacks if node.kind == "Conv"
+    }
+    assert any(
+        "export with target='onnxruntime'" in reason for reason in reasons.values()
+    )
     assert report.counts.get("QLinearAdd", 0) == 0
-    assert f"{len(report.integer)} of {len(report.nodes)} computing nodes" in str(report)
+    assert f"{len(report.integer)} of {len(report.nodes)} computing nodes" in str(
+        report
+    )
 
 
 @pytest.mark.sample(1)
@@ -195,7 +212,9 @@ def test_weights_that_overflow_without_vnni_are_counted(
         if t.name.endswith(("/weight", "/weight.T"))
     ]
     largest = max(abs(onnx.numpy_helper.to_array(t).astype(int)).max() for t in stored)
-    assert largest == (64 if reduce_range else 127) or largest == (63 if reduce_range else 128)
+    assert largest == (64 if reduce_range else 127) or largest == (
+        63 if reduce_range else 128
+    )
     report = torchq.inspect_onnx(path)
     assert len(report.wide) >= wide if wide else report.wide == ()
     assert ("recipes.int8(reduce_range=True)" in str(report)) == bool(wide)
@@ -211,7 +230,9 @@ def test_activations_of_four_bits_verify_with_every_sign(
     """Files hold them as 8 bits. Signed codes may be moved by 128; those up to 15 fit int8."""
     torch.manual_seed(0)
     x = torch.randn(2, 3, 8, 8)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.ReLU(), nn.Conv2d(8, 4, 1))
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.ReLU(), nn.Conv2d(8, 4, 1)
+    )
     config = torchq.recipes.integer(8, 4, first_last=4)
     write(model, x, path, target, config=config, dynamo=dynamo)
     report = torchq.verify_onnx(model, path, [x], progress=False)
@@ -220,7 +241,9 @@ def test_activations_of_four_bits_verify_with_every_sign(
 
 @pytest.mark.eight_bit_products("openvino")
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
-def test_zero_points_in_the_middle_verify_with_every_sign(target: str, path: Path) -> None:
+def test_zero_points_in_the_middle_verify_with_every_sign(
+    target: str, path: Path
+) -> None:
     """Codes with the zero point 128 may be written as signed ones."""
     torch.manual_seed(0)
     x = torch.randn(2, 3, 8, 8)
@@ -292,32 +315,46 @@ def test_files_above_the_limit_of_protobuf_keep_tensors_beside_them(
     model = calibrated(Residual(), x)
     for _ in range(2):  # writing again replaces the tensors
         report = torchq.export_onnx(model, x[:1], path, dynamo=False)
-    assert report.size == path.stat().st_size + (tmp_path / "m.onnx.data").stat().st_size
+    assert (
+        report.size == path.stat().st_size + (tmp_path / "m.onnx.data").stat().st_size
+    )
     weights = onnx.load(str(path), load_external_data=False).graph.initializer
     assert any(t.data_location == onnx.TensorProto.EXTERNAL for t in weights)
     assert torchq.verify_onnx(model, path, [x]).ok
     assert torchq.inspect_onnx(path).nodes
 
 
-def test_a_float_model_is_no_twin_of_a_quantized_file(exported: tuple[nn.Module, Path]) -> None:
+def test_a_float_model_is_no_twin_of_a_quantized_file(
+    exported: tuple[nn.Module, Path],
+) -> None:
     model, path = exported
     x = torch.randn(2, 3, 16, 16)
-    with pytest.raises(ExportError, match=r"Residual has no active quantizer, but the file is"):
+    with pytest.raises(
+        ExportError, match=r"Residual has no active quantizer, but the file is"
+    ):
         torchq.verify_onnx(Residual().eval(), path, [x])
     with (
         torchq.disabled(model),
-        pytest.raises(ExportError, match=r"Residual has no active quantizer, but the file is"),
+        pytest.raises(
+            ExportError, match=r"Residual has no active quantizer, but the file is"
+        ),
     ):
         torchq.verify_onnx(model, path, [x])
 
 
-def test_quantizers_that_are_in_the_file_alone_are_named(exported: tuple[nn.Module, Path]) -> None:
+def test_quantizers_that_are_in_the_file_alone_are_named(
+    exported: tuple[nn.Module, Path],
+) -> None:
     model, path = exported
     off = ["head.weight_quantizer", "side.input_quantizer"]
     with torchq.disabled(model, off):
         report = torchq.verify_onnx(model, path, [torch.randn(2, 3, 16, 16)])
     assert not report.ok
-    found = {layer.name for layer in report.layers if layer.parameters == "is off in the model"}
+    found = {
+        layer.name
+        for layer in report.layers
+        if layer.parameters == "is off in the model"
+    }
     assert found == set(off)
 
 
@@ -325,19 +362,46 @@ def test_quantizers_that_are_in_the_file_alone_are_named(exported: tuple[nn.Modu
 @pytest.mark.parametrize(
     ("batches", "options", "message"),
     [
-        (torch.randn(2, 3, 16, 16), {}, r"verify_onnx: got a Tensor as batches; expected .*\[bat"),
+        (
+            torch.randn(2, 3, 16, 16),
+            {},
+            r"verify_onnx: got a Tensor as batches; expected .*\[bat",
+        ),
         ({"x": torch.randn(2, 3, 16, 16)}, {}, r"verify_onnx: got a dict as batches"),
         (3, {}, r"verify_onnx: got a int as batches"),
-        ([torch.randn(2, 3, 16, 16)], {"num_batches": 0}, r"num_batches=0; expected an integer"),
-        ([torch.randn(2, 3, 16, 16)], {"num_batches": "2"}, r"num_batches='2'; expected an int"),
-        ([torch.randn(2, 1, 16, 16)], {}, r"of shape \[2, 1, 16, 16\] for the input 'x'; expected"),
-        ([torch.randn(2, 3, 24, 16)], {}, r"of shape \[2, 3, 24, 16\] .* \['batch', 3, 16, 16\]"),
-        ([torch.randn(2, 3, 16, 16).half()], {}, r"has torch.float16 .*; expected .*float32"),
+        (
+            [torch.randn(2, 3, 16, 16)],
+            {"num_batches": 0},
+            r"num_batches=0; expected an integer",
+        ),
+        (
+            [torch.randn(2, 3, 16, 16)],
+            {"num_batches": "2"},
+            r"num_batches='2'; expected an int",
+        ),
+        (
+            [torch.randn(2, 1, 16, 16)],
+            {},
+            r"of shape \[2, 1, 16, 16\] for the input 'x'; expected",
+        ),
+        (
+            [torch.randn(2, 3, 24, 16)],
+            {},
+            r"of shape \[2, 3, 24, 16\] .* \['batch', 3, 16, 16\]",
+        ),
+        (
+            [torch.randn(2, 3, 16, 16).half()],
+            {},
+            r"has torch.float16 .*; expected .*float32",
+        ),
         ([torch.randn(3, 16, 16)], {}, r"of shape \[3, 16, 16\]"),
     ],
 )
 def test_batches_of_another_kind_are_one_named_error(
-    exported: tuple[nn.Module, Path], batches: Any, options: dict[str, Any], message: str
+    exported: tuple[nn.Module, Path],
+    batches: Any,
+    options: dict[str, Any],
+    message: str,
 ) -> None:
     model, path = exported
     with pytest.raises((ConfigError, ExportError), match=message):

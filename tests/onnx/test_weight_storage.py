@@ -15,7 +15,13 @@ import torchq
 from tests.onnx.exported import calibrated, graph_of
 from torchq import QuantConfig, QuantDescriptor, Rule
 from torchq.errors import ExportError
-from torchq.onnx.ir import add_initializer, is_constant, onnx_ir, remove_unused, value_of
+from torchq.onnx.ir import (
+    add_initializer,
+    is_constant,
+    onnx_ir,
+    remove_unused,
+    value_of,
+)
 from torchq.onnx.passes.pairs import merge_duplicates
 from torchq.runtimes import RUNTIMES
 
@@ -32,18 +38,26 @@ def export(model: nn.Module, x: Tensor, path: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("unsigned", [False, True])
-@pytest.mark.filterwarnings("ignore:.*got negative values")  # Unsigned weights are legal.
+@pytest.mark.filterwarnings(
+    "ignore:.*got negative values"
+)  # Unsigned weights are legal.
 def test_four_bit_convolutions_run_on_integers(unsigned: bool, path: Path) -> None:
     """Codes of 4 bits are stored in 8 bits; in 4 bits such a file took 50 times as long."""
     x = torch.randn(2, 8, 8, 8)
     weight = QuantDescriptor(4, axis=0, unsigned=unsigned)
-    config = QuantConfig((Rule("type:*Conv2d", input=QuantDescriptor(), weight=weight),))
+    config = QuantConfig(
+        (Rule("type:*Conv2d", input=QuantDescriptor(), weight=weight),)
+    )
     net = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU())
     net.append(torchq.nn.QuantIdentity(input_descriptor=QuantDescriptor(unsigned=True)))
     model = calibrated(net, x, config=config, target="onnxruntime", example=x)
     kinds = export(model, x, path)
     wanted = onnx.TensorProto.UINT8 if unsigned else onnx.TensorProto.INT8
-    assert kinds["0.weight_quantizer/weight"] == kinds["2.weight_quantizer/weight"] == wanted
+    assert (
+        kinds["0.weight_quantizer/weight"]
+        == kinds["2.weight_quantizer/weight"]
+        == wanted
+    )
     counts = torchq.inspect_onnx(path).counts
     assert counts["QLinearConv"] == 2
     assert torchq.verify_onnx(model, path, [x]).ok
@@ -74,7 +88,9 @@ def test_convolutions_in_float_have_float_weights(path: Path) -> None:
     report = torchq.inspect_onnx(path)
     kinds_in_float = Counter(node.kind for node in report.fallbacks)
     assert kinds_in_float["Conv"] == 3
-    assert all("its weight" in node.reason for node in report.fallbacks if node.kind == "Conv")
+    assert all(
+        "its weight" in node.reason for node in report.fallbacks if node.kind == "Conv"
+    )
     assert torchq.verify_onnx(model, path, [x]).ok
 
 
@@ -94,7 +110,9 @@ def test_a_changed_float_weight_is_named(path: Path) -> None:
     model = calibrated(Mixed(), x, target="onnxruntime")
     export(model, x, path)
     file = onnx.load(str(path))
-    (tensor,) = [t for t in file.graph.initializer if t.name.startswith("depthwise.weight")]
+    (tensor,) = [
+        t for t in file.graph.initializer if t.name.startswith("depthwise.weight")
+    ]
     changed = onnx.numpy_helper.to_array(tensor).copy()
     changed[0, 0, 0, 0] *= 1.001
     tensor.CopyFrom(onnx.numpy_helper.from_array(changed, tensor.name))
@@ -106,7 +124,13 @@ def test_a_changed_float_weight_is_named(path: Path) -> None:
 
 def small(dtype: torch.dtype) -> nn.Sequential:
     torch.manual_seed(0)
-    layers = (nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 5))
+    layers = (
+        nn.Conv2d(3, 8, 3),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3),
+        nn.Flatten(),
+        nn.Linear(128, 5),
+    )
     return nn.Sequential(*layers).to(dtype).eval()
 
 
@@ -158,7 +182,9 @@ def test_a_right_file_of_a_model_that_is_half_inside_agrees(path: Path) -> None:
 
 @pytest.mark.eight_bit_products("openvino")
 @pytest.mark.sample(4)
-@pytest.mark.filterwarnings("ignore:export_onnx")  # the layers are no good for the target
+@pytest.mark.filterwarnings(
+    "ignore:export_onnx"
+)  # the layers are no good for the target
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino", "tensorrt", "qnn"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_types_that_a_runtime_cannot_compute_in_are_refused(
@@ -190,7 +216,9 @@ def test_inputs_that_numpy_cannot_hold_are_not_compared(path: Path) -> None:
     x = torch.randn(4, 6, dtype=torch.bfloat16)
     model = calibrated(Cast(nn.Linear(6, 6)), x, target="onnxruntime")
     torchq.export_onnx(model, x, path, target="onnxruntime", dynamo=False)
-    with pytest.raises(ExportError, match=r"has bfloat16 for the input 'x'; expected a type that"):
+    with pytest.raises(
+        ExportError, match=r"has bfloat16 for the input 'x'; expected a type that"
+    ):
         torchq.verify_onnx(model, path, [x])
 
 
@@ -200,7 +228,9 @@ def test_passes_of_onnx_ir_keep_every_code(name: str) -> None:
     dtype = onnx_ir.DataType[name]
     bits = 4 if name.endswith("4") else 8
     low = 0 if name.startswith("U") else -(2 ** (bits - 1))
-    codes = torch.arange(low, low + 2**bits)[:-1]  # An odd number: half a byte is left over.
+    codes = torch.arange(low, low + 2**bits)[
+        :-1
+    ]  # An odd number: half a byte is left over.
     codes = codes.to(torch.uint8 if name.startswith("U") else torch.int8)
     model = graph_of(("Identity", ["x"], ["y"], {}), stored={}, shape=[1])
     values = [add_initializer(model.graph, f"w{i}", codes, dtype) for i in range(2)]

@@ -18,7 +18,9 @@ def test_equations_23_and_24() -> None:
     """h(V) = clip(1.2 sigmoid(V) - 0.1, 0, 1), and f(V) = sum(1 - |2 h(V) - 1|^beta)."""
     for v in (-5.0, -2.0, -0.3, 0.0, 1.0, 2.5):
         expected = min(max(1 / (1 + math.exp(-v)) * 1.2 - 0.1, 0.0), 1.0)
-        assert rectified_sigmoid(torch.tensor(v)).item() == pytest.approx(expected, abs=1e-6)
+        assert rectified_sigmoid(torch.tensor(v)).item() == pytest.approx(
+            expected, abs=1e-6
+        )
     h = torch.tensor([0.0, 0.25, 0.5, 1.0])
     assert decision_penalty(h, 3.0).item() == pytest.approx((1 - 0.5**3) + 1)
 
@@ -30,8 +32,12 @@ def test_a_soft_weight_starts_at_the_weight_and_ends_on_the_grid() -> None:
     soft = SoftWeight(weight, scale, -2, 1)
     value = soft.value().detach()
     # h starts at least 0.02 away from 0 and 1, so this is the most that a value is off.
-    torch.testing.assert_close(value, weight.clamp(-1, 0.5), rtol=0, atol=0.02 * 0.5 + 1e-6)
-    assert torch.equal(soft.rounded(), torch.tensor([-1.0, -1.0, -0.5, 0.0, 0.5, 0.5, 0.5]))
+    torch.testing.assert_close(
+        value, weight.clamp(-1, 0.5), rtol=0, atol=0.02 * 0.5 + 1e-6
+    )
+    assert torch.equal(
+        soft.rounded(), torch.tensor([-1.0, -1.0, -0.5, 0.0, 0.5, 0.5, 0.5])
+    )
     assert soft.undecided() == 4
     with torch.no_grad():
         soft.v.copy_(torch.tensor([9.0, 9.0, 9.0, 9.0, -9.0, -9.0, -9.0]))
@@ -70,7 +76,9 @@ def test_learning_lowers_the_error_of_blocks(arguments: dict[str, Any]) -> None:
     blocks = list(report.blocks)
     assert blocks == ["0", "2", "3", "5"]
     assert report.blocks["2"].layers == ("2.conv1", "2.conv2")
-    assert all(block.error_after <= block.error_before for block in report.blocks.values())
+    assert all(
+        block.error_after <= block.error_before for block in report.blocks.values()
+    )
     assert "blocks from 3 batches" in str(report)
     for module in model.modules():
         if isinstance(module, (nn.Conv2d, nn.Linear)):
@@ -85,9 +93,13 @@ def test_ranges_of_activations_are_learned(symmetric: bool) -> None:
     """Both ends of asymmetric ranges move."""
     model: Any = nn.Sequential(*(m for m in net() if not isinstance(m, nn.ReLU)))
     data = batches()
-    torchq.quantize_(model, torchq.recipes.integer(4, 2, symmetric=symmetric, weight_method="max"))
+    torchq.quantize_(
+        model, torchq.recipes.integer(4, 2, symmetric=symmetric, weight_method="max")
+    )
     torchq.calibrate(model, data, progress=False)
-    quantizers = [m.input_quantizer for m in model.modules() if hasattr(m, "input_quantizer")]
+    quantizers = [
+        m.input_quantizer for m in model.modules() if hasattr(m, "input_quantizer")
+    ]
     before = [quantizer.range.map(torch.clone) for quantizer in quantizers]
     adaround_(model, data, steps=20, progress=False)
     for end in range(1 if symmetric else 2):

@@ -69,7 +69,9 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(4, 4)
-        self.stages = nn.Sequential(Residual(), nn.Sequential(Residual(inplace=True), Residual()))
+        self.stages = nn.Sequential(
+            Residual(), nn.Sequential(Residual(inplace=True), Residual())
+        )
         self.head = nn.Linear(4, 2)
         self.unused = nn.Linear(4, 4)
 
@@ -109,7 +111,9 @@ def test_blocks_follow_the_structure() -> None:
     assert skipped == {"unused": "no batch reached it"}
     chosen, _ = find_blocks(model, layers, calls, "stages.*")
     assert [block.name for block in chosen] == ["stem", "stages.0", "stages.1", "head"]
-    with pytest.raises(ConfigError, match=r"got nothing\.\*, which matches no module with layers"):
+    with pytest.raises(
+        ConfigError, match=r"got nothing\.\*, which matches no module with layers"
+    ):
         find_blocks(model, layers, calls, "nothing.*")
 
 
@@ -118,7 +122,10 @@ def test_replayed_runs_equal_runs_of_the_whole_model() -> None:
     model = quantized(Net())
     seen: dict[str, list[Tensor]] = {"float": [], "quantized": []}
     for kind, found in seen.items():
-        with torch.no_grad(), torchq.disabled(model) if kind == "float" else torch.no_grad():
+        with (
+            torch.no_grad(),
+            torchq.disabled(model) if kind == "float" else torch.no_grad(),
+        ):
             handle = model.head.register_forward_pre_hook(
                 lambda _, args, f=found: f.append(args[0])
             )
@@ -156,9 +163,13 @@ class Added(nn.Module):
 
 def test_additions_of_shortcuts_are_found_however_they_are_written() -> None:
     report = gptq_(quantized(Net()), batches(), progress=False)
-    repairing = {name for name, layer in report.layers.items() if layer.repairs_shortcut}
+    repairing = {
+        name for name, layer in report.layers.items() if layer.repairs_shortcut
+    }
     assert repairing == {f"stages.{block}.second" for block in ("0", "1.0", "1.1")}
-    report = gptq_(quantized(nn.Sequential(Added())), batches(), block="0", progress=False)
+    report = gptq_(
+        quantized(nn.Sequential(Added())), batches(), block="0", progress=False
+    )
     assert report.layers["0.layer"].repairs_shortcut
     assert report.skipped == {"0.twice": "it or a module around it runs several times"}
 
@@ -171,9 +182,15 @@ class Pair(NamedTuple):
 def test_copies_are_whole_and_keep_structures() -> None:
     """A cache of keys and values is an object that a block may write to; a function is none."""
     blank = torch.zeros(()).expand(2, 3)
-    value = Pair(torch.arange(4.0), {"x": [blank, 7, None], "cache": {1, 2}, "f": torch.add})
+    value = Pair(
+        torch.arange(4.0), {"x": [blank, 7, None], "cache": {1, 2}, "f": torch.add}
+    )
     got = copied(value)
-    assert isinstance(got, Pair) and got.b["x"][1:] == [7, None] and got.b["f"] is torch.add
+    assert (
+        isinstance(got, Pair)
+        and got.b["x"][1:] == [7, None]
+        and got.b["f"] is torch.add
+    )
     assert got.b["x"][0].untyped_storage().nbytes() == 4
     got.a.fill_(9)
     got.b["cache"].add(3)
@@ -218,7 +235,9 @@ def with_long_shortcut(net: Any, x: Tensor) -> Tensor:
     return net.blocks[3](x + first)
 
 
-def rounded(run: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[set[int], dict[str, Any]]:
+def rounded(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> tuple[set[int], dict[str, Any]]:
     """Return the blocks whose outputs were forgotten, and the values of the rounded model."""
     model, found = Given(run).eval(), set()
     torchq.quantize_(model, torchq.recipes.integer(3, None, weight_method="max"))

@@ -22,7 +22,10 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.features = nn.Sequential(
-            nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(8, 8, 3, padding=1),
+            nn.ReLU(),
         )
         self.norm = nn.LayerNorm(8)
         self.hidden = nn.Linear(8, 16)
@@ -71,7 +74,9 @@ AFTER: dict[str, Callable[[Any, list[Tensor]], object]] = {
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", AFTER)
-def test_what_follows_calibration_makes_the_output_no_worse(name: str, dtype: torch.dtype) -> None:
+def test_what_follows_calibration_makes_the_output_no_worse(
+    name: str, dtype: torch.dtype
+) -> None:
     model = net(dtype)
     expected = outputs(model, dtype)
     torchq.quantize_(model, torchq.recipes.integer(3, 8))
@@ -93,7 +98,9 @@ BEFORE: dict[str, Callable[[Any, list[Tensor]], object]] = {
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", BEFORE)
-def test_what_precedes_calibration_keeps_the_float_output(name: str, dtype: torch.dtype) -> None:
+def test_what_precedes_calibration_keeps_the_float_output(
+    name: str, dtype: torch.dtype
+) -> None:
     model = net(dtype)
     torchq.quantize_(model, torchq.recipes.integer(4, 8))
     floats = copy.deepcopy(model)
@@ -101,16 +108,24 @@ def test_what_precedes_calibration_keeps_the_float_output(name: str, dtype: torc
         expected = outputs(model, dtype)
         BEFORE[name](model, batches(dtype))
         found = outputs(model, dtype)
-    changed = [n for n, p in model.named_parameters() if not p.equal(floats.get_parameter(n))]
+    changed = [
+        n for n, p in model.named_parameters() if not p.equal(floats.get_parameter(n))
+    ]
     assert changed
     assert (found - expected).norm() <= MOST_CHANGE[dtype] * expected.norm()
     assert dtypes_of(model) == dtypes_of(floats)
 
 
 @pytest.mark.parametrize("name", AFTER)
-def test_modes_and_other_modules_stay_and_as_many_batches_are_read_as_asked_for(name: str) -> None:
+def test_modes_and_other_modules_stay_and_as_many_batches_are_read_as_asked_for(
+    name: str,
+) -> None:
     states = []
-    function: Any = {"gptq_": gptq_, "correct_bias_": correct_bias_, "adaround_": adaround_}[name]
+    function: Any = {
+        "gptq_": gptq_,
+        "correct_bias_": correct_bias_,
+        "adaround_": adaround_,
+    }[name]
     options = {"steps": 2} if name == "adaround_" else {}
     for given in (batches(torch.float32)[:3], iter(batches(torch.float32))):
         model: Any = net(torch.float32).train()
@@ -120,6 +135,8 @@ def test_modes_and_other_modules_stay_and_as_many_batches_are_read_as_asked_for(
         report = function(model, given, num_batches=3, progress=False, **options)
         assert report.batches == 3
         assert model.training and model.hidden.input_quantizer.mode == "off"
-        assert not any("forward" in vars(m) or m._forward_hooks for m in model.modules())
+        assert not any(
+            "forward" in vars(m) or m._forward_hooks for m in model.modules()
+        )
         states.append(model.state_dict())
     assert all(torch.equal(value, states[1][key]) for key, value in states[0].items())

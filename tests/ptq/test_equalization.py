@@ -57,7 +57,9 @@ class Clipping(nn.Module):
 
 def test_what_clips_is_refused_with_what_would_help() -> None:
     report = equalize_(Clipping().eval(), torch.rand(3, 4))
-    rest = "does not keep factors of channels, because it clips; a ReLU in its place would"
+    rest = (
+        "does not keep factors of channels, because it clips; a ReLU in its place would"
+    )
     assert report.pairs == ()
     assert report.skipped["first"] == f"clip {rest}"
     assert report.skipped["second"] == f"hardtanh {rest}"
@@ -69,17 +71,23 @@ PAIRS = [("0", "2"), ("2", "4"), ("4", "6"), ("6", "8"), ("8", "11")]
 def test_equation_11_for_two_linear_layers(generator: torch.Generator) -> None:
     model = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 4))
     unequal(model[0], generator)
-    w1, b1, w2 = (t.detach().double() for t in (model[0].weight, model[0].bias, model[2].weight))
+    w1, b1, w2 = (
+        t.detach().double() for t in (model[0].weight, model[0].bias, model[2].weight)
+    )
     r1 = w1.abs().amax(1)
     r2 = w2.abs().amax(0)
     s = (r1 * r2).sqrt() / r2
     report = equalize_(model, torch.rand(7, 5))
-    torch.testing.assert_close(model[0].weight.double(), w1 / s[:, None], rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        model[0].weight.double(), w1 / s[:, None], rtol=1e-6, atol=0
+    )
     torch.testing.assert_close(model[0].bias.double(), b1 / s, rtol=1e-6, atol=0)
     torch.testing.assert_close(model[2].weight.double(), w2 * s, rtol=1e-6, atol=0)
     assert [(p.first, p.second) for p in report.pairs] == [("0", "2")]
     assert report.skipped == {"2": "its output is an output of the model"}
-    assert report.pairs[0].spread_before == pytest.approx((r1.max() / r1.median()).item())
+    assert report.pairs[0].spread_before == pytest.approx(
+        (r1.max() / r1.median()).item()
+    )
 
 
 def test_every_kind_of_layer_keeps_its_function(generator: torch.Generator) -> None:
@@ -109,7 +117,9 @@ def test_a_quantized_model_becomes_more_accurate(generator: torch.Generator) -> 
         torchq.quantize_(model, torchq.recipes.int8_per_tensor())
         if equalized:
             equalize_(model, x)
-            assert all(q.mode == "quantize" for q in torchq.workflow.quantizers(model).values())
+            assert all(
+                q.mode == "quantize" for q in torchq.workflow.quantizers(model).values()
+            )
         torchq.calibrate(model, [x], progress=False)
         errors.append((model(x) - expected).norm() / expected.norm())
     assert errors[1] < 0.3 * errors[0]
@@ -120,7 +130,16 @@ class Branches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        for name in ("twice", "fanned", "other", "gelu", "read", "narrow", "wide", "tied_a"):
+        for name in (
+            "twice",
+            "fanned",
+            "other",
+            "gelu",
+            "read",
+            "narrow",
+            "wide",
+            "tied_a",
+        ):
             self.add_module(name, nn.Linear(4, 4))
         self.tied_b = nn.Linear(4, 4)
         self.tied_b.weight = self.tied_a.weight
@@ -144,7 +163,10 @@ def test_other_layers_are_named_with_the_reason() -> None:
     model.unused = nn.Linear(4, 4)
     expected = model(x)
     report = equalize_(model, x)
-    assert [(p.first, p.second) for p in report.pairs] == [("narrow", "wide"), ("wide", "last")]
+    assert [(p.first, p.second) for p in report.pairs] == [
+        ("narrow", "wide"),
+        ("wide", "last"),
+    ]
     assert report.skipped == {
         "twice": "it runs several times",
         "fanned": "2 operators read its output",
@@ -161,7 +183,9 @@ def test_other_layers_are_named_with_the_reason() -> None:
 
 
 def test_flattened_images_and_pooled_features_are_left_alone() -> None:
-    model = nn.Sequential(nn.Conv2d(2, 3, 1), nn.Flatten(), nn.Linear(12, 4), nn.MaxPool1d(2))
+    model = nn.Sequential(
+        nn.Conv2d(2, 3, 1), nn.Flatten(), nn.Linear(12, 4), nn.MaxPool1d(2)
+    )
     model.append(nn.Linear(2, 2))
     report = equalize_(model.eval(), torch.rand(1, 2, 2, 2))
     assert report.pairs == ()
@@ -185,10 +209,14 @@ def test_bad_input_changes_nothing(generator: torch.Generator) -> None:
     model = mobile(generator)
     before = {name: t.clone() for name, t in model.state_dict().items()}
     x = torch.randn(1, 3, 9, 9)
-    with pytest.raises(QuantizationError, match=r"equalize_: the float output changed by .*e-"):
+    with pytest.raises(
+        QuantizationError, match=r"equalize_: the float output changed by .*e-"
+    ):
         equalize_(model, x, tolerance=1e-12)
     assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
     torchq.quantize_(model)
     torchq.calibrate(model, [x], progress=False)
-    with pytest.raises(ConfigError, match=r"equalize_: got a calibrated model \(0.input_quantizer"):
+    with pytest.raises(
+        ConfigError, match=r"equalize_: got a calibrated model \(0.input_quantizer"
+    ):
         equalize_(model, x)

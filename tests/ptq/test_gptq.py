@@ -50,7 +50,9 @@ def error(model: nn.Module) -> float:
     x = torch.rand(64, 3, 8, 8, generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         expected = net()(x)
-        return ((model(x) - expected).norm() / (expected - expected.mean(0)).norm()).item()
+        return (
+            (model(x) - expected).norm() / (expected - expected.mean(0)).norm()
+        ).item()
 
 
 def test_errors_shrink_and_shortcuts_are_repaired() -> None:
@@ -59,7 +61,9 @@ def test_errors_shrink_and_shortcuts_are_repaired() -> None:
     report = gptq_(model, batches(), progress=False)
     assert error(model) < 0.45 * before
     assert list(report.layers) == ["0", "2.conv1", "2.conv2", "3.conv1", "3.conv2", "5"]
-    assert all(layer.error_after < layer.error_before for layer in report.layers.values())
+    assert all(
+        layer.error_after < layer.error_before for layer in report.layers.values()
+    )
     assert report.skipped == {} and report.batches == 3
     repairs = [name for name, layer in report.layers.items() if layer.repairs_shortcut]
     assert repairs == ["2.conv2", "3.conv2"]
@@ -95,8 +99,12 @@ def test_weights_are_values_of_the_grid(dtype: torch.dtype, block: int | None) -
     gptq_(model, data, progress=False)
     for name, module in model.named_modules():
         if isinstance(module, (nn.Conv2d, nn.Linear)):
-            assert torch.equal(module.weight_quantizer(module.weight), module.weight), name
-            assert len(module.weight.unique()) <= 8 * module.weight_quantizer.amax.numel()
+            assert torch.equal(module.weight_quantizer(module.weight), module.weight), (
+                name
+            )
+            assert (
+                len(module.weight.unique()) <= 8 * module.weight_quantizer.amax.numel()
+            )
 
 
 @pytest.mark.eight_bit_products
@@ -121,7 +129,9 @@ def test_layers_that_are_left_alone_are_named() -> None:
             self.shared = nn.Conv2d(3, 3, 1)
             self.again = nn.Conv2d(3, 3, 1)
             self.again.weight = self.shared.weight
-            self.last, self.unused, self.off = (nn.Conv2d(3, 3, 1, bias=False) for _ in range(3))
+            self.last, self.unused, self.off = (
+                nn.Conv2d(3, 3, 1, bias=False) for _ in range(3)
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             return self.off(self.last(self.again(self.shared(self.up(x)))))

@@ -41,7 +41,9 @@ def brute_force(weight: Tensor, h: Tensor, grid: Grid) -> Tensor:
     return torch.stack(errors).amin(0)
 
 
-def optimal_brain_quantizer(weight: Tensor, h: Tensor, grid: Grid, order: list[int]) -> Tensor:
+def optimal_brain_quantizer(
+    weight: Tensor, h: Tensor, grid: Grid, order: list[int]
+) -> Tensor:
     """Round one column after the other by equations 2 and 3 of the paper, in the plainest way.
 
     ``delta = -(w_q - quant(w_q)) / [H^-1]_qq * (H^-1)_:,q``, and then row and column q of the
@@ -89,7 +91,10 @@ def test_rounding_is_close_to_the_best_of_all_roundings() -> None:
         gptq = weight.clone()
         round_rows_(gptq, Elimination.of(h), grid)
         found = descend(gptq, weight, h, grid)
-        error = {n: quadratic_error(q - weight, h) for n, q in [("gptq", gptq), ("found", found)]}
+        error = {
+            n: quadratic_error(q - weight, h)
+            for n, q in [("gptq", gptq), ("found", found)]
+        }
         error["nearest"] = quadratic_error(grid.nearest(weight) - weight, h)
         error["best"] = brute_force(weight, h, grid)
         assert bool((error["found"] <= error["gptq"] + 1e-12).all())
@@ -106,12 +111,18 @@ def test_searched_ranges_never_lose_to_nearest_rounding(group_size: int | None) 
         layer = layer_of(weight)
         if group_size:
             quantizer = layer.weight_quantizer
-            quantizer.descriptor = quantizer.descriptor.replace(axis=None, block_size=group_size)
+            quantizer.descriptor = quantizer.descriptor.replace(
+                axis=None, block_size=group_size
+            )
             quantizer.calibrate_on(layer.weight)
         solved = [Elimination.of(h)]
-        found, amax = round_with_best_ranges(layer, weight[None].clone(), h[None], solved)
+        found, amax = round_with_best_ranges(
+            layer, weight[None].clone(), h[None], solved
+        )
         error = quadratic_error(found[0] - weight, h)
-        with_found = quadratic_error(grid_of(layer, amax).nearest(weight)[0] - weight, h)
+        with_found = quadratic_error(
+            grid_of(layer, amax).nearest(weight)[0] - weight, h
+        )
         with_largest = quadratic_error(grid_of(layer).nearest(weight)[0] - weight, h)
         assert bool((error <= with_found + 1e-12).all())
         if group_size is None:
@@ -135,7 +146,9 @@ def test_ridge_regression_solves_the_stacked_least_squares_problem() -> None:
 
 
 def test_damping_grows_until_the_matrix_is_positive_definite() -> None:
-    x = torch.randn(6, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(
+        6, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     h = x @ x.T
     indefinite = h - 0.05 * torch.eye(6) * h.diagonal().mean()
     damped = indefinite.clone()

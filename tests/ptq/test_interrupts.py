@@ -24,7 +24,9 @@ class Interrupt(TorchDispatchMode):
         self.count = 0
         self.at = at
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.count += 1
         out = func(*args, **(kwargs or {}))
         if self.count == self.at:
@@ -32,13 +34,20 @@ class Interrupt(TorchDispatchMode):
         return out
 
 
-BATCHES = [torch.rand(16, 6, generator=torch.Generator().manual_seed(n)) for n in range(2)]
+BATCHES = [
+    torch.rand(16, 6, generator=torch.Generator().manual_seed(n)) for n in range(2)
+]
 
 
 def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.LayerNorm(6), nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)
+        nn.LayerNorm(6),
+        nn.Linear(6, 8),
+        nn.ReLU(),
+        nn.Linear(8, 8),
+        nn.ReLU(),
+        nn.Linear(8, 4),
     ).eval()
 
 
@@ -54,17 +63,21 @@ def state(model: nn.Module) -> dict[str, Any]:
     """Return everything about a model that a call might leave changed."""
     tensors = {name: t.detach().clone() for name, t in model.state_dict().items()}
     hooks = [
-        len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()
+        len(module._forward_hooks) + len(module._forward_pre_hooks)
+        for module in model.modules()
     ]
     kinds = [
-        (type(module), module.training, "forward" in vars(module)) for module in model.modules()
+        (type(module), module.training, "forward" in vars(module))
+        for module in model.modules()
     ]
     modes = [q.mode for q in torchq.workflow.quantizers(model).values()]
     flags = [p.requires_grad for p in model.parameters()]
     return {"tensors": tensors, "rest": (hooks, kinds, modes, flags)}
 
 
-def same(one: dict[str, Any], other: dict[str, Any], names: Callable[[str], bool]) -> bool:
+def same(
+    one: dict[str, Any], other: dict[str, Any], names: Callable[[str], bool]
+) -> bool:
     """Return True if the tensors that ``names`` selects are equal."""
     a, b = one["tensors"], other["tensors"]
     assert a.keys() == b.keys() and one["rest"] == other["rest"]

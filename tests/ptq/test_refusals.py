@@ -56,11 +56,19 @@ FUNCTIONS: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], object]]] = {
 }
 BATCHES: dict[str, tuple[Any, type[TorchqError], str]] = {
     "none": ([], CalibrationError, "got no batch"),
-    "one tensor": (GOOD, ConfigError, "got a Tensor as batches; expected an iterable of batches"),
+    "one tensor": (
+        GOOD,
+        ConfigError,
+        "got a Tensor as batches; expected an iterable of batches",
+    ),
     "no rows": ([GOOD[:0]], CalibrationError, "got batches without rows"),
     "NaN": ([GOOD * torch.nan], CalibrationError, "NaN or infinite"),
     "infinity": ([GOOD * torch.inf], CalibrationError, "NaN or infinite"),
-    "too large to multiply": ([GOOD * 3e38], CalibrationError, "NaN or infinite|3.0e38"),
+    "too large to multiply": (
+        [GOOD * 3e38],
+        CalibrationError,
+        "NaN or infinite|3.0e38",
+    ),
 }
 
 
@@ -70,7 +78,9 @@ def test_bad_batches_are_named(name: str, kind: str) -> None:
     build, function = FUNCTIONS[name]
     batches, error, text = BATCHES[kind]
     model = build()
-    if kind == "too large to multiply":  # Products of finite inputs and weights overflow.
+    if (
+        kind == "too large to multiply"
+    ):  # Products of finite inputs and weights overflow.
         with torch.no_grad():
             model[0].weight.mul_(1e39 if name == "smooth_" else 1e3)
     with unchanged(model), pytest.raises(error, match=text):
@@ -102,7 +112,9 @@ def test_layers_that_are_float_or_do_not_run_are_left_alone(name: str) -> None:
     recipe = torchq.recipes.integer(3, 8, weight_method="max")
     torchq.quantize_(model, recipe, exclude=["float_layer"])
     if build is ready:
-        torchq.calibrate(model, [GOOD], on_unseen="disable", correct=False, progress=False)
+        torchq.calibrate(
+            model, [GOOD], on_unseen="disable", correct=False, progress=False
+        )
     before, expected = model.state_dict(), Branches().state_dict()
     before = {key: value.clone() for key, value in before.items()}
     report: Any = function(model, [GOOD])
@@ -111,7 +123,9 @@ def test_layers_that_are_float_or_do_not_run_are_left_alone(name: str) -> None:
     assert any(not torch.equal(after[key], before[key]) for key in before)
     for part in ("weight", "bias"):
         for layer in ("float_layer", "unused"):
-            assert torch.equal(after[f"{layer}.{part}"], expected[f"{layer}.{part}"]), layer
+            assert torch.equal(after[f"{layer}.{part}"], expected[f"{layer}.{part}"]), (
+                layer
+            )
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -186,8 +200,14 @@ def with_batchnorm() -> nn.Module:
 @pytest.mark.parametrize(
     ("metric", "text"),
     [
-        (lambda: 1.0, r"tune: got metric <.*; expected a function .* or metric\(model\)"),
-        (lambda model, batches: 1.0, r"tune: got metric <.*; expected metric\(model\), or"),
+        (
+            lambda: 1.0,
+            r"tune: got metric <.*; expected a function .* or metric\(model\)",
+        ),
+        (
+            lambda model, batches: 1.0,
+            r"tune: got metric <.*; expected metric\(model\), or",
+        ),
         (0.5, "tune: got metric 0.5; expected a function"),
         (lambda model: None, "the metric returned a NoneType; expected a number"),
         (lambda model: model(X), "the metric returned a Tensor; expected a number"),
@@ -200,13 +220,19 @@ def test_a_metric_of_another_form_is_named(metric: Any, text: str) -> None:
 
 
 ARGUMENTS: list[tuple[Any, dict[str, Any], str]] = [
-    (torchq.ptq.gptq_, {"num_batches": 0}, "got num_batches=0; expected an integer of at least 1"),
+    (
+        torchq.ptq.gptq_,
+        {"num_batches": 0},
+        "got num_batches=0; expected an integer of at least 1",
+    ),
     (torchq.ptq.adaround_, {"steps": 0}, "got steps=0; expected at least 1"),
     (torchq.ptq.smooth_, {"alpha": 2}, "got alpha=2; expected 0 to 1, or 'auto'"),
 ]
 
 
 @pytest.mark.parametrize(("function", "arguments", "text"), ARGUMENTS)
-def test_other_arguments_are_named(function: Any, arguments: dict[str, Any], text: str) -> None:
+def test_other_arguments_are_named(
+    function: Any, arguments: dict[str, Any], text: str
+) -> None:
     with pytest.raises(ConfigError, match=f"{function.__name__}: {text}"):
         function(with_batchnorm(), [X], **arguments)

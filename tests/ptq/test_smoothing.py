@@ -49,7 +49,9 @@ def net(offset: float = 0.0) -> Any:
     torch.manual_seed(0)
     model = Net(offset).eval()
     with torch.no_grad():
-        model.norm.weight[2] = 60.0  # one channel with huge values, as in language models
+        model.norm.weight[2] = (
+            60.0  # one channel with huge values, as in language models
+        )
         model.rms.weight[5] = 40.0
     torchq.quantize_(model, torchq.recipes.int8())
     return model
@@ -64,7 +66,9 @@ def test_factors_are_those_of_equation_4() -> None:
     model, floats = net(), net()
     with torch.no_grad():
         y = floats.norm(torch.cat(batches())).abs().flatten(0, 1).amax(0)
-    w = torch.stack([floats.q.weight.abs().amax(0), floats.k.weight.abs().amax(0)]).amax(0)
+    w = torch.stack(
+        [floats.q.weight.abs().amax(0), floats.k.weight.abs().amax(0)]
+    ).amax(0)
     expected = y**0.5 / w**0.5
     expected = expected / expected.log().mean().exp()
     report = smooth_(model, batches(), alpha=0.5, progress=False)
@@ -76,13 +80,17 @@ def test_factors_are_those_of_equation_4() -> None:
     assert groups == [(("q", "k"), "norm"), (("head",), "rms")]
     assert report.groups[0].spread_after < 0.3 * report.groups[0].spread_before
     assert report.skipped["unused"] == "the first batch did not reach it"
-    assert list(report.skipped) == ["out", "unused"] and "a norm" in report.skipped["out"]
+    assert (
+        list(report.skipped) == ["out", "unused"] and "a norm" in report.skipped["out"]
+    )
     assert torch.equal(model.out.weight, floats.out.weight)
     assert "q, k" in str(report) and "2 inputs, output changed by" in str(report)
 
 
 @pytest.mark.parametrize("alpha", [0.5, "auto"])
-def test_quantized_outputs_become_better_and_float_ones_stay(alpha: Any, tmp_path: Path) -> None:
+def test_quantized_outputs_become_better_and_float_ones_stay(
+    alpha: Any, tmp_path: Path
+) -> None:
     x = torch.cat(batches())
     errors = []
     with torch.no_grad(), torchq.disabled(floats := net()):
@@ -105,7 +113,9 @@ def test_quantized_outputs_become_better_and_float_ones_stay(alpha: Any, tmp_pat
         assert torch.equal(loaded(x), model(x))
 
 
-def test_a_norm_that_uses_its_weight_in_another_way_is_found_and_nothing_changes() -> None:
+def test_a_norm_that_uses_its_weight_in_another_way_is_found_and_nothing_changes() -> (
+    None
+):
     model = net(offset=1.0)  # x * (1 + weight), as in Gemma
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(QuantizationError, match="smooth_: the float output changed by"):

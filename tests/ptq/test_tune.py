@@ -51,7 +51,9 @@ class Metric:
         assert not model.training
         self.calls += 1
         with torch.no_grad():
-            return -((model(self.x) - self.expected).norm() / self.expected.norm()).item()
+            return -(
+                (model(self.x) - self.expected).norm() / self.expected.norm()
+            ).item()
 
 
 def search(
@@ -76,7 +78,9 @@ def test_the_first_trial_that_keeps_the_metric_ends_the_search() -> None:
     result = tune(model, batches(), metric, max_drop=0.1, progress=False)
     assert result.kept and [t.change for t in result.table] == ["recipe int8"]
     assert metric.calls == 2 and result.float_metric == 0
-    assert not torchq.workflow.is_quantized(model) and torchq.workflow.is_quantized(result.model)
+    assert not torchq.workflow.is_quantized(model) and torchq.workflow.is_quantized(
+        result.model
+    )
     assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
     assert "recipe int8" in str(result) and "keeps the metric" in str(result)
 
@@ -101,7 +105,9 @@ def assert_same(model: nn.Module, result: Any, metric: Metric) -> None:
 
 def run(code: str, model: nn.Module, recipe: Any = None) -> None:
     """Run the lines that a result prints, on a float model."""
-    exec(code, {"torchq": torchq, "model": model, "batches": batches(), "recipe": recipe})
+    exec(
+        code, {"torchq": torchq, "model": model, "batches": batches(), "recipe": recipe}
+    )
 
 
 @pytest.fixture
@@ -130,7 +136,11 @@ def test_mixed_precision_is_the_last_resort() -> None:
     assert all(trial.metric < -0.08 for trial in mixed[:-1])
     assert "torchq.mixed_precision(model, batches, budget={" in result.code
     again = deep()
-    run(result.code.replace("batches, budget", "batches, progress=False, budget"), again, recipe)
+    run(
+        result.code.replace("batches, budget", "batches, progress=False, budget"),
+        again,
+        recipe,
+    )
     assert_same(again, result, metric)
 
 
@@ -154,7 +164,9 @@ def test_transformers_get_what_applies_to_them() -> None:
 
 
 def test_without_success_the_best_is_returned_with_a_warning() -> None:
-    with pytest.warns(UserWarning, match=r"tune: the best of 1 trials has the metric -0\.\d+; exp"):
+    with pytest.warns(
+        UserWarning, match=r"tune: the best of 1 trials has the metric -0\.\d+; exp"
+    ):
         result = search(Metric(), 0.0, time_limit=0.0)
     assert not result.kept and len(result.table) == 1
     assert "does NOT keep the metric" in str(result)
@@ -191,7 +203,9 @@ def test_inputs_that_no_batch_reaches_stay_float() -> None:
             return self.used(x)
 
     metric = Metric(Branches)
-    with pytest.warns(UserWarning, match="no batch reached unused.input_quantizer: these inputs s"):
+    with pytest.warns(
+        UserWarning, match="no batch reached unused.input_quantizer: these inputs s"
+    ):
         result = search(metric, 0.1, build=Branches)
     assert result.kept
     model: Any = result.model
@@ -207,20 +221,29 @@ def test_the_lines_of_a_result_make_its_model() -> None:
     settings = replace(settings, before=("equalize_",), algorithm="gptq_")
     settings = replace(settings, source="recipe.with_ends(8)")
     models = [
-        nn.Sequential(nn.Conv1d(6, 6, 1), nn.ReLU(), nn.Conv1d(6, 6, 1), nn.ReLU()).eval()
+        nn.Sequential(
+            nn.Conv1d(6, 6, 1), nn.ReLU(), nn.Conv1d(6, 6, 1), nn.ReLU()
+        ).eval()
         for _ in range(2)
     ]
     models[1].load_state_dict(models[0].state_dict())
     data = [batch[..., None] for batch in batches()]
     settings.apply_(models[0], data)
-    exec(settings.code(), {"torchq": torchq, "model": models[1], "batches": data, "recipe": recipe})
+    exec(
+        settings.code(),
+        {"torchq": torchq, "model": models[1], "batches": data, "recipe": recipe},
+    )
     assert settings.code().count("\n") == 3
     assert torch.equal(models[0](data[0]), models[1](data[0]))
 
 
 def test_settings_for_a_target_have_its_grids() -> None:
-    result = search(Metric(), 0.0, time_limit=0.0, target="onnxruntime", expected=UserWarning)
-    assert result.code.startswith("torchq.quantize_(model, torchq.recipes.int8(), target='onnxrunt")
+    result = search(
+        Metric(), 0.0, time_limit=0.0, target="onnxruntime", expected=UserWarning
+    )
+    assert result.code.startswith(
+        "torchq.quantize_(model, torchq.recipes.int8(), target='onnxrunt"
+    )
     assert torchq.swap.plan_of(result.model).target == "onnxruntime"
     assert result.model[2].input_quantizer.descriptor.unsigned
 
@@ -239,17 +262,27 @@ def test_bad_arguments_are_named() -> None:
     torchq.quantize_(quantized, torchq.recipes.int8())
     with pytest.raises(ConfigError, match=r"tune: got a quantized model \(0.input_qua"):
         tune(quantized, batches(), Metric(), max_drop=0.1)
-    with pytest.raises(CalibrationError, match="tune: got no batch; expected at least one"):
+    with pytest.raises(
+        CalibrationError, match="tune: got no batch; expected at least one"
+    ):
         tune(net(), [], Metric(), max_drop=0.1)
-    with pytest.raises(ConfigError, match="tune: got max_drop=-1; expected a number >= 0"):
+    with pytest.raises(
+        ConfigError, match="tune: got max_drop=-1; expected a number >= 0"
+    ):
         search(Metric(), -1)
     with pytest.raises(ConfigError, match="tune: the metric of the float model is nan"):
         search(lambda model: float("nan"), 0.1)
-    with pytest.raises(ConfigError, match="TunedConfig: got algorithm='magic'; expected None or"):
+    with pytest.raises(
+        ConfigError, match="TunedConfig: got algorithm='magic'; expected None or"
+    ):
         TunedConfig(torchq.recipes.int8(), algorithm="magic")
-    with pytest.raises(ConfigError, match="TunedConfig: got method='magic'; expected None or"):
+    with pytest.raises(
+        ConfigError, match="TunedConfig: got method='magic'; expected None or"
+    ):
         TunedConfig(torchq.recipes.int8(), method="magic")
-    with pytest.raises(ConfigError, match="TunedConfig: got before='magic'; expected None or"):
+    with pytest.raises(
+        ConfigError, match="TunedConfig: got before='magic'; expected None or"
+    ):
         TunedConfig(torchq.recipes.int8(), before=("magic",))
     with pytest.raises(TorchqError, match="magic"):
         search(Metric(), 0.1, target="magic")

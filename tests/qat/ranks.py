@@ -35,7 +35,9 @@ def prepared(rank: int, *, learn: bool) -> tuple[nn.Module, Any]:
     model = Net(stem=nn.Conv2d(3, 4, 3), body=nn.Conv2d(4, 4, 3), head=nn.Linear(4, 2))
     recipe = torchq.recipes.integer(4, 8, learn_ranges=learn)
     group = dist.group.WORLD
-    done = torchq.qat.prepare(model, data(rank), recipe, lr=0.05, group=group, progress=False)
+    done = torchq.qat.prepare(
+        model, data(rank), recipe, lr=0.05, group=group, progress=False
+    )
     return model, done.param_groups
 
 

@@ -20,7 +20,9 @@ def prepared() -> tuple[nn.Module, nn.Module]:
     model = ConvNet().eval()
     original = copy.deepcopy(model)
     # Ranges by the largest magnitude leave something to learn.
-    recipe = torchq.recipes.integer(4, 4, first_last=8, weight_method="max", learn_ranges=True)
+    recipe = torchq.recipes.integer(
+        4, 4, first_last=8, weight_method="max", learn_ranges=True
+    )
     torchq.qat.prepare(model, image_batches(), recipe, progress=False)
     return model, original
 
@@ -38,7 +40,9 @@ def test_the_twin_computes_what_the_float_model_did_and_shares_what_is_frozen() 
 
 
 @pytest.mark.parametrize(("temperature", "dim"), [(1.0, -1), (4.0, 1)])
-def test_the_logit_loss_is_the_softened_divergence(temperature: float, dim: int) -> None:
+def test_the_logit_loss_is_the_softened_divergence(
+    temperature: float, dim: int
+) -> None:
     generator = torch.Generator().manual_seed(0)
     student, teacher = (torch.randn(3, 5, 2, generator=generator) for _ in range(2))
     p = F.softmax(teacher / temperature, dim)
@@ -92,7 +96,11 @@ def test_keyword_arguments_and_outputs_with_logits() -> None:
 
 def test_errors() -> None:
     model, _ = prepared()
-    with pytest.raises(ConfigError, match=r"got temperature=0\.0; expected a number > 0"):
+    with pytest.raises(
+        ConfigError, match=r"got temperature=0\.0; expected a number > 0"
+    ):
         Distillation(model, temperature=0.0)
-    with pytest.raises(ConfigError, match=r"got shapes \(2, 1\) of the student and \(2, 3\) of"):
+    with pytest.raises(
+        ConfigError, match=r"got shapes \(2, 1\) of the student and \(2, 3\) of"
+    ):
         logit_loss(torch.zeros(2, 1), torch.zeros(2, 3))

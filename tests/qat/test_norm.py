@@ -19,7 +19,9 @@ NORMS = [
 ]
 
 
-@pytest.mark.parametrize(("norm", "shape"), NORMS, ids=lambda v: getattr(v, "__name__", ""))
+@pytest.mark.parametrize(
+    ("norm", "shape"), NORMS, ids=lambda v: getattr(v, "__name__", "")
+)
 def test_frozen_norm_survives_train_and_uses_its_statistics(
     norm: type[nn.Module], shape: tuple[int, ...]
 ) -> None:
@@ -71,14 +73,18 @@ def test_a_batch_with_labels_changes_the_statistics_alone() -> None:
     before = copy.deepcopy(model.state_dict())
     reestimate_bn_(model, [(torch.randn(4, 1, 6, 6), torch.zeros(4))], progress=False)
     found = model.state_dict()
-    changed = {key for key, value in found.items() if not torch.equal(value, before[key])}
+    changed = {
+        key for key, value in found.items() if not torch.equal(value, before[key])
+    }
     assert changed == {
         f"1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")
     }
 
 
 def test_reestimate_errors() -> None:
-    with pytest.raises(ConfigError, match="Linear has no BatchNorm with running statistics"):
+    with pytest.raises(
+        ConfigError, match="Linear has no BatchNorm with running statistics"
+    ):
         reestimate_bn_(nn.Linear(1, 1), [torch.ones(1, 1)])
     model = nn.Sequential(nn.BatchNorm1d(2))
     nn.init.constant_(model[0].running_mean, 5.0)
@@ -97,5 +103,7 @@ def test_an_interrupted_reestimate_changes_nothing(error: type[BaseException]) -
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(error):
         reestimate_bn_(model, interrupted(), progress=False)
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(
+        torch.equal(value, before[key]) for key, value in model.state_dict().items()
+    )
     assert model[0].momentum == 0.1

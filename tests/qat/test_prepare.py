@@ -40,7 +40,9 @@ def test_it_equals_the_single_calls() -> None:
 
 
 def test_str_says_what_was_done() -> None:
-    text = str(prepare(ConvNet().eval(), labelled(), torchq.recipes.w4a4(), progress=False))
+    text = str(
+        prepare(ConvNet().eval(), labelled(), torchq.recipes.w4a4(), progress=False)
+    )
     assert "4 quantized, 0 skipped, recipe w4a4" in text
     assert "8 ranges from 4 batches" in text
     assert "ranges (lr 0.01, decay 0)" in text
@@ -79,12 +81,16 @@ def test_a_call_that_fails_changes_nothing() -> None:
 def test_errors() -> None:
     with pytest.raises(ConfigError, match="prepare: got no batch"):
         prepare(ConvNet(), iter([]))
-    with pytest.raises(InputError, match=r"config: got 'w4a4'; expected a QuantConfig. Call a"):
+    with pytest.raises(
+        InputError, match=r"config: got 'w4a4'; expected a QuantConfig. Call a"
+    ):
         prepare(ConvNet(), labelled(), "w4a4")  # type: ignore[arg-type]
 
 
 def _model() -> nn.Module:
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 2))
+    model = nn.Sequential(
+        nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 2)
+    )
     torchq.quantize_(model, torchq.recipes.w4a4(first_last=None))
     return model
 
@@ -94,7 +100,9 @@ def test_groups_hold_every_trainable_parameter_once() -> None:
     model[0].bias.requires_grad_(False)
     groups = param_groups(model, lr=0.1, weight_decay=0.01, range_lr=0.001)
     grouped = [id(p) for group in groups for p in group["params"]]
-    assert sorted(grouped) == sorted(id(p) for p in model.parameters() if p.requires_grad)
+    assert sorted(grouped) == sorted(
+        id(p) for p in model.parameters() if p.requires_grad
+    )
     assert {g["name"]: (g["lr"], g["weight_decay"]) for g in groups} == {
         "weights": (0.1, 0.01),
         "biases_and_norms": (0.1, 0.0),
@@ -110,7 +118,9 @@ def test_groups_hold_every_trainable_parameter_once() -> None:
     assert {id(p) for p in groups[3]["params"]} == inputs
 
 
-def test_groups_train_ranges_that_were_calibrated_after_the_optimizer_was_built() -> None:
+def test_groups_train_ranges_that_were_calibrated_after_the_optimizer_was_built() -> (
+    None
+):
     model = _model()
     optimizer = torch.optim.SGD(param_groups(model, lr=0.1))
     x = torch.randn(4, 1, 4, 4)
@@ -141,8 +151,12 @@ def test_scaled_range_gradient_makes_the_relative_step_of_lsq() -> None:
     assert torch.equal(plain(x), scaled(x))
 
 
-@pytest.mark.parametrize("recipe", [torchq.recipes.int8(), torchq.recipes.w4a4(first_last=None)])
-def test_weights_in_front_of_a_norm_lack_the_code_without_counterpart(recipe: Any) -> None:
+@pytest.mark.parametrize(
+    "recipe", [torchq.recipes.int8(), torchq.recipes.w4a4(first_last=None)]
+)
+def test_weights_in_front_of_a_norm_lack_the_code_without_counterpart(
+    recipe: Any,
+) -> None:
     torch.manual_seed(0)
     layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3)]
     model = nn.Sequential(*layers)

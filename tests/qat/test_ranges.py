@@ -18,7 +18,9 @@ from torchq.workflow import quantizers
 
 def calibrated(recipe: torchq.QuantConfig | None = None) -> nn.Module:
     torch.manual_seed(0)
-    return simulated(ConvNet().train(), image_batches(), recipe or torchq.recipes.integer(4, 4))
+    return simulated(
+        ConvNet().train(), image_batches(), recipe or torchq.recipes.integer(4, 4)
+    )
 
 
 @pytest.mark.parametrize("method", ["lsq", "pact"])
@@ -61,10 +63,14 @@ def test_both_ends_are_learned() -> None:
     model.train()(x).square().sum().backward()
     for name in names:
         quantizer = quantizers(model)[name]
-        assert isinstance(quantizer.amin, nn.Parameter) and quantizer.amin.grad is not None
+        assert (
+            isinstance(quantizer.amin, nn.Parameter) and quantizer.amin.grad is not None
+        )
 
 
-def surrogate(x: Tensor, low: Tensor, high: Tensor, codes: int, error: Tensor) -> Tensor:
+def surrogate(
+    x: Tensor, low: Tensor, high: Tensor, codes: int, error: Tensor
+) -> Tensor:
     """Return what the straight-through estimator differentiates: rounding adds a constant.
 
     ``error`` is that of the codes at the point of the derivative, and 0 where values are clipped.
@@ -75,7 +81,9 @@ def surrogate(x: Tensor, low: Tensor, high: Tensor, codes: int, error: Tensor) -
 
 @pytest.mark.parametrize("layout", [{}, {"axis": 0}, {"block_size": 5}])
 @pytest.mark.parametrize("end", ["amin", "amax"])
-def test_gradients_of_both_ends_by_finite_differences(layout: dict[str, Any], end: str) -> None:
+def test_gradients_of_both_ends_by_finite_differences(
+    layout: dict[str, Any], end: str
+) -> None:
     """In float64, of the surrogate whose zero point is not rounded either."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 10, generator=generator, dtype=torch.float64)
@@ -144,7 +152,9 @@ ENDS = [(0.0,), (-0.3,), (0.0, 0.0), (-0.3, 0.3), (0.5, 0.0), (0.0, -0.5)]
 
 @pytest.mark.parametrize("backend", ["reference", "tiled"])
 @pytest.mark.parametrize("ends", ENDS)
-def test_a_range_that_was_driven_to_zero_recovers(backend: str, ends: tuple[float, ...]) -> None:
+def test_a_range_that_was_driven_to_zero_recovers(
+    backend: str, ends: tuple[float, ...]
+) -> None:
     """Its gradient is the limit of a range that clips everything: it grows if that helps."""
     has_two = len(ends) == 2
     d = QuantDescriptor(4, unsigned=has_two, symmetric=not has_two, learn_amax=True)
@@ -177,7 +187,9 @@ def test_the_gradient_of_a_power_of_two_scale_is_that_of_tqt(backend: str) -> No
     x = 1.5 * torch.randn(200, generator=torch.Generator().manual_seed(0))
     x.requires_grad_()
     weight = torch.linspace(-1, 1, 200)
-    quantizer = TensorQuantizer(QuantDescriptor(4, amax=1.3, learn_amax=True, power_of_two=True))
+    quantizer = TensorQuantizer(
+        QuantDescriptor(4, amax=1.3, learn_amax=True, power_of_two=True)
+    )
     with torchq.functional.kernels.use_backend(backend):
         (quantizer(x) * weight).sum().backward()
     scale = 0.25
@@ -193,13 +205,21 @@ def test_the_gradient_of_a_power_of_two_scale_is_that_of_tqt(backend: str) -> No
 
 
 def test_errors_change_nothing() -> None:
-    model = simulated(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [torch.ones(1, 2)])
-    with pytest.raises(ConfigError, match=r"got method 'lsq2'; expected one of lsq, lsq\+, pact"):
+    model = simulated(
+        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [torch.ones(1, 2)]
+    )
+    with pytest.raises(
+        ConfigError, match=r"got method 'lsq2'; expected one of lsq, lsq\+, pact"
+    ):
         learn_ranges_(model, "lsq2")
     model[1].input_quantizer.forget_amax()
-    with pytest.raises(ConfigError, match=r"1\.input_quantizer: got learn_ranges_ for a range tha"):
+    with pytest.raises(
+        ConfigError, match=r"1\.input_quantizer: got learn_ranges_ for a range tha"
+    ):
         learn_ranges_(model)
     assert not isinstance(model[0].input_quantizer.amax, nn.Parameter)
     model[0].input_quantizer.delegate = lambda x, quantizer: x
-    with pytest.raises(ConfigError, match="got method 'pact' for a quantizer with a delegate"):
+    with pytest.raises(
+        ConfigError, match="got method 'pact' for a quantizer with a delegate"
+    ):
         learn_ranges_(model, "pact", "0.input_quantizer")

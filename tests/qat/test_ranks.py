@@ -38,4 +38,6 @@ def test_weights_move_and_only_learned_ranges_do(results: Results, case: str) ->
     assert {"stem.weight", "body.weight", "head.weight"} <= moved
     ranges = {name for name in before if name.endswith("amax")}
     assert len(ranges) == 6
-    assert (moved & ranges == ranges) if case.endswith("learned") else not moved & ranges
+    assert (
+        (moved & ranges == ranges) if case.endswith("learned") else not moved & ranges
+    )

@@ -17,7 +17,9 @@ def calibrated() -> nn.Module:
     return simulated(ConvNet().train(), image_batches(), torchq.recipes.w4a4())
 
 
-def train(model: nn.Module, first: int, last: int, optimizer: torch.optim.Optimizer) -> None:
+def train(
+    model: nn.Module, first: int, last: int, optimizer: torch.optim.Optimizer
+) -> None:
     for step in range(first, last):
         freeze_bn_from_(model, step, 3)
         freeze_ranges_from_(model, step, 4)
@@ -53,7 +55,9 @@ def test_a_resumed_run_equals_the_whole_one_bit_for_bit(stop: int) -> None:
 
 def test_frozen_ranges_stay_and_can_be_freed() -> None:
     model = calibrated()
-    learned = {n: q.amax for n, q in quantizers(model).items() if q.descriptor.learn_amax}
+    learned = {
+        n: q.amax for n, q in quantizers(model).items() if q.descriptor.learn_amax
+    }
     assert set(freeze_ranges_from_(model, 5, 5)) == set(learned)
     before = {name: amax.detach().clone() for name, amax in learned.items()}
     optimizer = sgd(calibrated())
@@ -69,7 +73,9 @@ def test_frozen_ranges_stay_and_can_be_freed() -> None:
 def test_observing_follows_the_data_while_it_quantizes() -> None:
     model = simulated(nn.Sequential(nn.Linear(2, 2)), [torch.ones(1, 2)])
     seen: list[Tensor] = []
-    model[0].register_forward_pre_hook(lambda m, args: seen.append(m.input_quantizer(args[0])))
+    model[0].register_forward_pre_hook(
+        lambda m, args: seen.append(m.input_quantizer(args[0]))
+    )
     with observing(model) as names:
         model(torch.full((1, 2), 4.0))
     assert names == ("0.input_quantizer",)
@@ -79,11 +85,15 @@ def test_observing_follows_the_data_while_it_quantizes() -> None:
 
 
 def test_observing_changes_nothing_on_an_exception_and_where_no_data_came() -> None:
-    model = simulated(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [torch.ones(1, 2)])
+    model = simulated(
+        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [torch.ones(1, 2)]
+    )
     before = [q.amax.clone() for q in quantizers(model).values()]
     with pytest.raises(RuntimeError, match="mat1 and mat2"), observing(model):
         model(torch.full((1, 3), 4.0))
     with observing(model):
         pass
     for q, amax in zip(quantizers(model).values(), before, strict=True):
-        assert torch.equal(q.amax, amax) and q.mode == "quantize" and q.calibrator is None
+        assert (
+            torch.equal(q.amax, amax) and q.mode == "quantize" and q.calibrator is None
+        )

@@ -22,7 +22,11 @@ def pruned() -> tuple[Any, dict[str, Tensor]]:
     """Return a network with 2:4 masks, which torch's hooks apply, and the masks."""
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 4)
+        nn.Conv2d(4, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(8 * 16, 4),
     )
     masks = {name: two_of_four(model.get_submodule(name).weight) for name in ("0", "4")}
     for name, mask in masks.items():
@@ -53,7 +57,10 @@ def train(model: nn.Module, groups: Any, steps: int = 8) -> None:
         optimizer.step()
 
 
-RECIPES = [torchq.recipes.integer(4, 8), torchq.recipes.w4a4(first_last=None)]  # fixed, learned
+RECIPES = [
+    torchq.recipes.integer(4, 8),
+    torchq.recipes.w4a4(first_last=None),
+]  # fixed, learned
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)

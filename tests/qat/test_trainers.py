@@ -57,7 +57,9 @@ def train(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> list[fl
 
 def same_state(one: nn.Module, other: nn.Module) -> bool:
     first, second = one.state_dict(), other.state_dict()
-    return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
+    return first.keys() == second.keys() and all(
+        torch.equal(first[k], second[k]) for k in first
+    )
 
 
 def test_averaged_model_of_torch() -> None:
@@ -129,7 +131,9 @@ def test_lightning(tmp_path: Path) -> None:
     trainer.save_checkpoint(path)
     state = torch.load(path, weights_only=False)["state_dict"]
     fresh, _ = prepared()
-    fresh.load_state_dict({key.removeprefix("model."): value for key, value in state.items()})
+    fresh.load_state_dict(
+        {key.removeprefix("model."): value for key, value in state.items()}
+    )
     assert same_state(fresh, model)
 
 
@@ -137,7 +141,9 @@ def test_accelerate() -> None:
     accelerate = pytest.importorskip("accelerate")
     model, optimizer = prepared()
     accelerator = accelerate.Accelerator(cpu=True)
-    wrapped, wrapped_optimizer, batches = accelerator.prepare(model, optimizer, loader())
+    wrapped, wrapped_optimizer, batches = accelerator.prepare(
+        model, optimizer, loader()
+    )
     before = copy.deepcopy(model.state_dict())
     for images, labels in batches:
         with accelerator.accumulate(wrapped):
@@ -162,9 +168,14 @@ def test_the_trainer_of_hugging_face(tmp_path: Path) -> None:
     )
     torch.manual_seed(0)
     model = transformers.BertForSequenceClassification(config)
-    rows = [{"input_ids": torch.randint(50, (6,)), "labels": torch.tensor(i % 3)} for i in range(8)]
+    rows = [
+        {"input_ids": torch.randint(50, (6,)), "labels": torch.tensor(i % 3)}
+        for i in range(8)
+    ]
     batch = {"input_ids": torch.stack([row["input_ids"] for row in rows])}
-    done = prepare(model, [batch], torchq.recipes.integer(4, 8, learn_ranges=True), progress=False)
+    done = prepare(
+        model, [batch], torchq.recipes.integer(4, 8, learn_ranges=True), progress=False
+    )
     arguments = transformers.TrainingArguments(
         output_dir=str(tmp_path),
         max_steps=3,

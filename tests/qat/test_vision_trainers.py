@@ -15,9 +15,13 @@ pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 PAGE = Path(__file__).parents[2] / "docs" / "howto.md"
 
 
-def recipe(containing: str, instead: tuple[str, str] = ("", ""), **names: Any) -> dict[str, Any]:
+def recipe(
+    containing: str, instead: tuple[str, str] = ("", ""), **names: Any
+) -> dict[str, Any]:
     """Return the names that a code block of the page defines, with one text instead of another."""
-    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.S | re.M)
+    blocks = re.findall(
+        r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.S | re.M
+    )
     (block,) = (block for block in blocks if containing in block)
     found = {"torch": torch, "torchq": torchq, **names}
     assert instead[0] in block
@@ -33,12 +37,18 @@ def detection_data(folder: Path) -> Path:
         for kind in ("images", "labels"):
             (folder / kind / split).mkdir(parents=True)
         for number in range(8):
-            pixels = torch.randint(256, (64, 64, 3), generator=generator, dtype=torch.uint8)
-            image.fromarray(pixels.numpy()).save(folder / "images" / split / f"{number}.png")
+            pixels = torch.randint(
+                256, (64, 64, 3), generator=generator, dtype=torch.uint8
+            )
+            image.fromarray(pixels.numpy()).save(
+                folder / "images" / split / f"{number}.png"
+            )
             label = folder / "labels" / split / f"{number}.txt"
             label.write_text(f"{number % 2} 0.5 0.5 0.4 0.4\n")
     listing = folder / "data.yaml"
-    listing.write_text(f"path: {folder}\ntrain: images/train\nval: images/val\nnames: [a, b]\n")
+    listing.write_text(
+        f"path: {folder}\ntrain: images/train\nval: images/val\nnames: [a, b]\n"
+    )
     return listing
 
 
@@ -57,10 +67,14 @@ SHORT: dict[str, Any] = {
 }
 
 
-def test_the_trainer_of_ultralytics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trainer_of_ultralytics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("YOLO_CONFIG_DIR", str(tmp_path))
     monkeypatch.setenv("YOLO_OFFLINE", "True")
-    ultralytics = pytest.importorskip("ultralytics", reason="the test is about ultralytics")
+    ultralytics = pytest.importorskip(
+        "ultralytics", reason="the test is about ultralytics"
+    )
     model = recipe("def quantize(trainer)", YOLO=ultralytics.YOLO)["model"]
     started: list[dict[str, torch.Tensor]] = []
     model.add_callback(
@@ -69,10 +83,18 @@ def test_the_trainer_of_ultralytics(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
         ),
     )
-    model.train(data=str(detection_data(tmp_path / "data")), project=str(tmp_path), **SHORT)
+    model.train(
+        data=str(detection_data(tmp_path / "data")), project=str(tmp_path), **SHORT
+    )
     trainer = model.trainer
-    moved = [n for n, p in trainer.model.named_parameters() if not torch.equal(p, started[0][n])]
-    assert len(moved) > 0.5 * len(started[0])  # the optimizer trains the quantized layers
+    moved = [
+        n
+        for n, p in trainer.model.named_parameters()
+        if not torch.equal(p, started[0][n])
+    ]
+    assert len(moved) > 0.5 * len(
+        started[0]
+    )  # the optimizer trains the quantized layers
     for path in (trainer.best, trainer.last):
         network = ultralytics.YOLO(path).model.float().eval()
         found = quantizers(network)

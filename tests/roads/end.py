@@ -35,7 +35,9 @@ def run_file(path: Path, feeds: Mapping[str, Tensor]) -> list[Tensor]:
     options = runtime.SessionOptions()
     # Sums of 8-bit weights overflow the kernels of CPUs without VNNI.
     options.add_session_config_entry("session.x64quantprecision", "1")
-    session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    session = runtime.InferenceSession(
+        str(path), options, providers=["CPUExecutionProvider"]
+    )
     arrays = session.run(None, {name: value.numpy() for name, value in feeds.items()})
     return [torch.as_tensor(array) for array in arrays]
 
@@ -86,7 +88,9 @@ def arrives(
     of_file = metric(in_file)
     with torchq.disabled(model):
         in_float = metric(simulated)
-    metrics = f"{in_float:.4f} float / {in_simulation:.4f} simulation / {of_file:.4f} file"
+    metrics = (
+        f"{in_float:.4f} float / {in_simulation:.4f} simulation / {of_file:.4f} file"
+    )
     print(f"\n{name}: {share:.1%} on integers, metric {metrics}")
     assert abs(in_simulation - of_file) <= within
     return written

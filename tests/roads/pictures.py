@@ -41,17 +41,25 @@ def write_pictures(folder: Path, *, outlines: bool = False) -> Path:
         (folder / "images" / split).mkdir(parents=True)
         (folder / "labels" / split).mkdir(parents=True)
         for number in range(count):
-            pixels = torch.randint(60, 120, (64, 64, 3), generator=generator, dtype=torch.uint8)
+            pixels = torch.randint(
+                60, 120, (64, 64, 3), generator=generator, dtype=torch.uint8
+            )
             width, height = (20 + torch.randint(16, (2,), generator=generator)).tolist()
             left, top = torch.randint(28, (2,), generator=generator).tolist()
             pixels[top : top + height, left : left + width, number % 2] = 230
-            image.fromarray(pixels.numpy()).save(folder / "images" / split / f"{number}.png")
+            image.fromarray(pixels.numpy()).save(
+                folder / "images" / split / f"{number}.png"
+            )
             right, bottom = left + width, top + height
             place = [(left + right) / 2, (top + bottom) / 2, width, height]
             if outlines:
                 place = [left, top, right, top, right, bottom, left, bottom]
             numbers = " ".join(f"{length / 64}" for length in place)
-            (folder / "labels" / split / f"{number}.txt").write_text(f"{number % 2} {numbers}\n")
+            (folder / "labels" / split / f"{number}.txt").write_text(
+                f"{number % 2} {numbers}\n"
+            )
     listing = folder / "data.yaml"
-    listing.write_text(f"path: {folder}\ntrain: images/train\nval: images/val\nnames: [a, b]\n")
+    listing.write_text(
+        f"path: {folder}\ntrain: images/train\nval: images/val\nnames: [a, b]\n"
+    )
     return listing

@@ -38,8 +38,14 @@ def test_training_and_export(tmp_path: Path) -> None:
     module = Classifier()
     torchq.qat.prepare(module.network, data, target="onnxruntime", progress=False)
     torchq.workflow.embed_record_(module.network)
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = lightning.Trainer(max_epochs=2, accelerator="cpu", default_root_dir=tmp_path, **quiet)
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = lightning.Trainer(
+        max_epochs=2, accelerator="cpu", default_root_dir=tmp_path, **quiet
+    )
     trainer.fit(module, data)
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     loaded = torchq.load(Classifier(), tmp_path / "last.ckpt").eval()

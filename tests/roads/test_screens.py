@@ -20,7 +20,9 @@ SCREEN = 40
 
 
 def yolo() -> tuple[nn.Module, Any]:
-    tasks = pytest.importorskip("ultralytics.nn.tasks", reason="one network is Ultralytics'")
+    tasks = pytest.importorskip(
+        "ultralytics.nn.tasks", reason="one network is Ultralytics'"
+    )
     return tasks.DetectionModel("yolo11n.yaml", verbose=False), torch.rand(4, 3, 64, 64)
 
 
@@ -48,7 +50,9 @@ def give_statistics(network: nn.Module, example: Any) -> None:
         if isinstance(norm, nn.BatchNorm2d):
             norm.momentum = None
     with torch.no_grad():
-        network.train()(**example) if isinstance(example, dict) else network.train()(example)
+        network.train()(**example) if isinstance(example, dict) else network.train()(
+            example
+        )
     network.eval()
 
 
@@ -66,7 +70,9 @@ def reports(network: nn.Module, example: Any, folder: Path) -> dict[str, Any]:
     printed["quantize_"] = torchq.quantize_(network, **options, **quiet)
     printed["calibrate"] = torchq.calibrate(network, [example], **quiet)
     printed["summary"] = torchq.summary(network)
-    printed["export_onnx"] = torchq.export_onnx(network, example, path, dynamo=False, **quiet)
+    printed["export_onnx"] = torchq.export_onnx(
+        network, example, path, dynamo=False, **quiet
+    )
     printed["inspect_onnx"] = torchq.inspect_onnx(path)
     printed["verify_onnx"] = torchq.verify_onnx(network, path, [example], **quiet)
     printed["doctor"] = torchq.doctor(network, [example], **quiet)

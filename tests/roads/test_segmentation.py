@@ -13,14 +13,18 @@ pytestmark = ROAD
 
 
 def test_training_and_export(tmp_path: Path) -> None:
-    smp = pytest.importorskip("segmentation_models_pytorch", reason="the road is its own")
+    smp = pytest.importorskip(
+        "segmentation_models_pytorch", reason="the road is its own"
+    )
     torch.manual_seed(0)
     images = torch.rand(4, 3, 64, 64)
     masks = (images.mean(1, keepdim=True) > 0.5).float()
     model = smp.Unet(
         "resnet18", encoder_weights=None, classes=1, decoder_channels=(32, 16, 16, 8, 8)
     )
-    prepared = torchq.qat.prepare(model, images.split(2), target="onnxruntime", progress=False)
+    prepared = torchq.qat.prepare(
+        model, images.split(2), target="onnxruntime", progress=False
+    )
     optimizer = torch.optim.SGD(prepared.param_groups, momentum=0.9)
     dice = smp.losses.DiceLoss("binary")
     for _ in range(2):

@@ -25,7 +25,9 @@ def test_training_and_export(tmp_path: Path) -> None:
     batches = list(zip(images.split(8), labels.split(8), strict=True))
     model = timm.create_model("resnet10t", pretrained=False, num_classes=4)
     prepared = torchq.qat.prepare(model, batches, target="onnxruntime", progress=False)
-    optimizer = create_optimizer_v2(prepared.param_groups, opt="sgd", lr=1e-2, momentum=0.9)
+    optimizer = create_optimizer_v2(
+        prepared.param_groups, opt="sgd", lr=1e-2, momentum=0.9
+    )
     scheduler, _ = create_scheduler_v2(optimizer, sched="cosine", num_epochs=2)
     ema = ModelEmaV3(model, decay=0.5)
     for epoch in range(2):

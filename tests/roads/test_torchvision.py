@@ -26,7 +26,9 @@ class Maps(nn.Module):
 
 def give_statistics(network: nn.Module, images: torch.Tensor) -> None:
     """Let BatchNorms of random weights have the statistics of images, as after training."""
-    norms = [module for module in network.modules() if isinstance(module, nn.BatchNorm2d)]
+    norms = [
+        module for module in network.modules() if isinstance(module, nn.BatchNorm2d)
+    ]
     for norm in norms:
         norm.momentum = None
     with torch.no_grad():
@@ -35,7 +37,9 @@ def give_statistics(network: nn.Module, images: torch.Tensor) -> None:
 
 
 def test_after_training(tmp_path: Path) -> None:
-    pytest.importorskip("ultralytics", reason="roads are walked where their packages are")
+    pytest.importorskip(
+        "ultralytics", reason="roads are walked where their packages are"
+    )
     detection = pytest.importorskip("torchvision.models.detection")
     torch.manual_seed(0)
     build = detection.fasterrcnn_mobilenet_v3_large_320_fpn

@@ -43,7 +43,9 @@ class Trained:
 
     def train(self, model: Any, **settings: Any) -> None:
         """Let the trainer of Ultralytics train."""
-        model.train(data=str(self.data), project=str(self._folder), **settings, **TRAINING)
+        model.train(
+            data=str(self.data), project=str(self._folder), **settings, **TRAINING
+        )
 
     def images(self) -> Tensor:
         """Return two pictures as the network sees them."""
@@ -58,10 +60,20 @@ class Trained:
         model = self._yolo(checkpoint)
         model.model = model.model if network is None else network
         # Pictures as large as the network saw them: without padding to rectangles.
-        settings = {"imgsz": 64, "rect": False, "batch": 8, "workers": 0, "plots": False}
+        settings = {
+            "imgsz": 64,
+            "rect": False,
+            "batch": 8,
+            "workers": 0,
+            "plots": False,
+        }
         project = str(self._folder)
         results = model.val(
-            data=str(self.data), project=project, device="cpu", verbose=False, **settings
+            data=str(self.data),
+            project=project,
+            device="cpu",
+            verbose=False,
+            **settings,
         )
         return float(getattr(results, "seg", results.box).map)
 
@@ -103,7 +115,9 @@ def check_end(trained: Trained, network: nn.Module, path: Path, road: str) -> No
             next(tensors_in(network(images))), before
         )  # Ultralytics has fused nothing more
     in_file = trained.measured_file(network, path)
-    metrics = f"{trained.metric:.3f} float / {simulated:.3f} simulation / {in_file:.3f} file"
+    metrics = (
+        f"{trained.metric:.3f} float / {simulated:.3f} simulation / {in_file:.3f} file"
+    )
     print(f"\n{road}: {report.coverage}, mAP {metrics}")
     # Values at a tie between two codes move a box by a pixel of 64 at most.
     assert abs(in_file - simulated) < 0.02
@@ -111,9 +125,14 @@ def check_end(trained: Trained, network: nn.Module, path: Path, road: str) -> No
 
 
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
-def test_training_and_export(target: str, detector: Trained, yolo: Any, tmp_path: Path) -> None:
+def test_training_and_export(
+    target: str, detector: Trained, yolo: Any, tmp_path: Path
+) -> None:
     # Sums of 8-bit weights overflow the kernels of CPUs without VNNI in OpenVINO.
-    recipes = {"onnxruntime": "", "openvino": "config=torchq.recipes.int8(reduce_range=True), "}
+    recipes = {
+        "onnxruntime": "",
+        "openvino": "config=torchq.recipes.int8(reduce_range=True), ",
+    }
     instead = 'target="onnxruntime"', f'{recipes[target]}target="{target}"'
     quantize = recipe("def quantize(trainer)", instead, YOLO=yolo)["quantize"]
     model = yolo(detector.checkpoint)
@@ -126,7 +145,9 @@ def test_training_and_export(target: str, detector: Trained, yolo: Any, tmp_path
 
 
 @pytest.mark.parametrize("name", ["yolov8n.yaml", "yolov8n-seg.yaml"])
-def test_after_training(name: str, detector: Trained, yolo: Any, tmp_path: Path) -> None:
+def test_after_training(
+    name: str, detector: Trained, yolo: Any, tmp_path: Path
+) -> None:
     trained = Trained(yolo, name, tmp_path) if "seg" in name else detector
     model = yolo(trained.checkpoint)
     network = model.model.float().eval()

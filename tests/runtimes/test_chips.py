@@ -29,8 +29,16 @@ TABLE: dict[str, tuple[Row, Row, bool]] = {
     "rknn": (UINT8, UINT8, False),
     "snpe": (UINT8, UINT8, False),
     "qnn": (UINT8, INT8, True),
-    "ascend": ((0, 255, False, False, "half_away"), (-128, 127, True, False, "half_away"), True),
-    "nxp": ((-128, 127, True, True, "half_up"), (-128, 127, True, True, "half_away"), True),
+    "ascend": (
+        (0, 255, False, False, "half_away"),
+        (-128, 127, True, False, "half_away"),
+        True,
+    ),
+    "nxp": (
+        (-128, 127, True, True, "half_up"),
+        (-128, 127, True, True, "half_away"),
+        True,
+    ),
     "fpga": (SHIFT, SHIFT, False),
 }
 
@@ -42,7 +50,9 @@ def row(descriptor: QuantDescriptor) -> Row:
 
 
 def test_every_platform_is_in_the_table() -> None:
-    assert {r.name for r in RUNTIMES.values() if r.recipe is not torchq.recipes.int8} == set(TABLE)
+    assert {
+        r.name for r in RUNTIMES.values() if r.recipe is not torchq.recipes.int8
+    } == set(TABLE)
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -57,12 +67,16 @@ def test_platforms_quantize_as_the_table_says(name: str) -> None:
         assert layer.weight_quantizer.descriptor.axis == ((0,) if per_channel else None)
     config = RUNTIMES[name].recipe()
     assert torchq.plan(nn.Linear(4, 2), target=name).recipe == name
-    assert config.name == name and torchq.QuantConfig.from_json(config.to_json()) == config
+    assert (
+        config.name == name and torchq.QuantConfig.from_json(config.to_json()) == config
+    )
 
 
 @pytest.mark.parametrize("name", TABLE)
 @pytest.mark.parametrize("slot", ["input", "weight"])
-def test_simulation_equals_the_oracle(name: str, slot: str, generator: torch.Generator) -> None:
+def test_simulation_equals_the_oracle(
+    name: str, slot: str, generator: torch.Generator
+) -> None:
     d = getattr(RUNTIMES[name].recipe().rules[0], slot)
     q = TensorQuantizer(d.replace(axis=None))
     x = torch.randn(200, generator=generator) + 0.3
@@ -75,16 +89,23 @@ def test_simulation_equals_the_oracle(name: str, slot: str, generator: torch.Gen
     for value, found in zip(x.tolist(), q(x).tolist(), strict=True):
         if d.symmetric:
             narrow = d.format.narrow
-            expected = fake_quantize(value, float(q.amax), 8, bool(d.unsigned), narrow, **rules)[1]
+            expected = fake_quantize(
+                value, float(q.amax), 8, bool(d.unsigned), narrow, **rules
+            )[1]
         else:
             assert q.amin is not None
             ends = float(q.amin), float(q.amax)
-            expected = affine_fake_quantize(value, *ends, 8, bool(d.unsigned), **rules)[2]
+            expected = affine_fake_quantize(value, *ends, 8, bool(d.unsigned), **rules)[
+                2
+            ]
         assert found == expected
 
 
 def test_unknown_targets_are_named() -> None:
-    for wrong, text in (("tpu", r"target 'tpu'.*'tensorrt'"), (3, r"target: got 3; expected one")):
+    for wrong, text in (
+        ("tpu", r"target 'tpu'.*'tensorrt'"),
+        (3, r"target: got 3; expected one"),
+    ):
         with pytest.raises(ConfigError, match=text):
             torchq.quantize_(nn.Linear(4, 4), target=wrong)  # type: ignore[arg-type]
 
@@ -97,4 +118,8 @@ def test_asymmetric_recipes() -> None:
     ):
         for rule in config.rules:
             assert rule.input is not None and rule.weight is not None
-            assert not rule.input.symmetric and rule.input.unsigned and rule.weight.symmetric
+            assert (
+                not rule.input.symmetric
+                and rule.input.unsigned
+                and rule.weight.symmetric
+            )

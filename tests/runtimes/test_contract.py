@@ -54,11 +54,19 @@ def unfused() -> nn.Module:
 
 
 CASES = {
-    "tensorrt": Case(("int8", 0), ("int8", 0), ("Conv", "Gemm"), odd_channels, "9 channels"),
-    "onnxruntime": Case(
-        ("uint8", 0), ("uint8", None), ("Conv", "MatMul"), odd_channels, "output is not quantized"
+    "tensorrt": Case(
+        ("int8", 0), ("int8", 0), ("Conv", "Gemm"), odd_channels, "9 channels"
     ),
-    "openvino": Case(("uint8", 0), ("int8", 0), ("Conv", "Gemm"), unfused, "a BatchNorm follows"),
+    "onnxruntime": Case(
+        ("uint8", 0),
+        ("uint8", None),
+        ("Conv", "MatMul"),
+        odd_channels,
+        "output is not quantized",
+    ),
+    "openvino": Case(
+        ("uint8", 0), ("int8", 0), ("Conv", "Gemm"), unfused, "a BatchNorm follows"
+    ),
     "qnn": Case(
         ("uint8", 0),
         ("uint8", None),
@@ -71,7 +79,9 @@ CASES = {
 
 
 def test_every_target_has_a_row() -> None:
-    assert set(CASES) == {name for name in torchq.targets() if RUNTIMES[name].file is not None}
+    assert set(CASES) == {
+        name for name in torchq.targets() if RUNTIMES[name].file is not None
+    }
 
 
 def test_the_page_shows_the_table_of_targets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,26 +93,33 @@ def test_the_page_shows_the_table_of_targets(monkeypatch: pytest.MonkeyPatch) ->
     assert {line[last:] for line in lines[1:-1]} <= {"yes", "no", ""}
     assert next(line for line in lines if line.startswith("torch ")).endswith("yes")
     shown = "\n".join([line[:last].rstrip() for line in lines[:-1]] + lines[-1:])
-    page = (Path(__file__).parents[2] / "docs" / "platforms.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "platforms.md").read_text(
+        encoding="utf-8"
+    )
     assert f"```text\n{shown}\n```" in page
 
 
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("runtime", RUNTIMES.values(), ids=lambda runtime: runtime.name)
-def test_the_plan_of_a_runtime_is_stable_and_no_other_one_takes_it(runtime: Runtime) -> None:
+def test_the_plan_of_a_runtime_is_stable_and_no_other_one_takes_it(
+    runtime: Runtime,
+) -> None:
     """The default recipe is that of the runtime; the object says the same as its name."""
     x = torch.randn(1, 3, 16, 16)
     rows = str(torchq.plan(Residual(), target=runtime.name, example=x))
     copy = pickle.loads(pickle.dumps(dataclasses.replace(runtime)))
     assert (
-        repr(copy) == repr(runtime) and str(torchq.plan(Residual(), target=copy, example=x)) == rows
+        repr(copy) == repr(runtime)
+        and str(torchq.plan(Residual(), target=copy, example=x)) == rows
     )
     model = Residual().eval()
     assert str(torchq.quantize_(model, target=runtime, example=x)) == rows
     other = "openvino" if runtime.name == "tensorrt" else "tensorrt"
     torchq.calibrate(model, [x], progress=False)
     if runtime.plans:
-        with pytest.raises(ConfigError, match=f"was quantized for '{runtime.name}'; .*restore_"):
+        with pytest.raises(
+            ConfigError, match=f"was quantized for '{runtime.name}'; .*restore_"
+        ):
             torchq.export_onnx(model, x, "m.onnx", target=other)
         with pytest.raises(ConfigError, match=rf"deploy: got target='{other}'"):
             torchq.deploy(model, x, target=other)
@@ -111,7 +128,9 @@ def test_the_plan_of_a_runtime_is_stable_and_no_other_one_takes_it(runtime: Runt
 
 
 def test_a_runtime_without_kernels_here_is_refused_by_deploy() -> None:
-    with pytest.raises(ConfigError, match=r"target 'rknn', which has no kernels here; .*'torch'"):
+    with pytest.raises(
+        ConfigError, match=r"target 'rknn', which has no kernels here; .*'torch'"
+    ):
         torchq.deploy(nn.Linear(2, 2), target="rknn")
 
 
@@ -123,14 +142,18 @@ def written(
     torch.manual_seed(0)
     target = request.param
     x = torch.randn(8, 3, 16, 16)
-    config = torchq.recipes.int8()  # a recipe of its own may have zero points that data chose
+    config = (
+        torchq.recipes.int8()
+    )  # a recipe of its own may have zero points that data chose
     model = calibrated(Residual(), x, config=config, target=target, example=x[:1])
     path = tmp_path_factory.mktemp(target) / "m.onnx"
     export(model, x, path, target)
     return target, model, path
 
 
-def export(model: nn.Module, x: torch.Tensor, path: Path, target: str | None) -> list[str]:
+def export(
+    model: nn.Module, x: torch.Tensor, path: Path, target: str | None
+) -> list[str]:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         torchq.export_onnx(model, x[:1], path, target=target, dynamo=False)
@@ -138,7 +161,9 @@ def export(model: nn.Module, x: torch.Tensor, path: Path, target: str | None) ->
 
 
 @pytest.mark.sample(2)
-def test_activations_have_the_types_of_the_target(written: tuple[str, nn.Module, Path]) -> None:
+def test_activations_have_the_types_of_the_target(
+    written: tuple[str, nn.Module, Path],
+) -> None:
     target, _, path = written
     found = {
         name: (qparams.format.name, int(qparams.zero_point))
@@ -148,10 +173,16 @@ def test_activations_have_the_types_of_the_target(written: tuple[str, nn.Module,
     case = CASES[target]
     kind, point = found["stem.input_quantizer"]
     wanted = case.others[1]
-    assert kind == case.others[0] and (0 < point < 255 if wanted is None else point == wanted)
-    assert found["blocks.0.second.input_quantizer"] == case.nonnegative  # Behind a ReLU.
+    assert kind == case.others[0] and (
+        0 < point < 255 if wanted is None else point == wanted
+    )
+    assert (
+        found["blocks.0.second.input_quantizer"] == case.nonnegative
+    )  # Behind a ReLU.
     allowed = (case.others, case.nonnegative)
-    assert all(value in allowed or (value[0], None) in allowed for value in found.values())
+    assert all(
+        value in allowed or (value[0], None) in allowed for value in found.values()
+    )
 
 
 def test_weights_have_scales_where_the_target_takes_them(
@@ -167,11 +198,16 @@ def test_weights_have_scales_where_the_target_takes_them(
         per_channel = qparams.scale.numel() > 1
         assert per_channel == (node.op_type in CASES[target].channels_of), node.name
         if per_channel:
-            assert weight.inputs[0].const_value.shape[axis_of(weight)] == qparams.scale.numel()
+            assert (
+                weight.inputs[0].const_value.shape[axis_of(weight)]
+                == qparams.scale.numel()
+            )
 
 
 @pytest.mark.eight_bit_products("openvino")
-def test_the_file_computes_what_the_model_simulates(written: tuple[str, nn.Module, Path]) -> None:
+def test_the_file_computes_what_the_model_simulates(
+    written: tuple[str, nn.Module, Path],
+) -> None:
     _, model, path = written
     report = torchq.verify_onnx(model, path, [torch.randn(4, 3, 16, 16)])
     assert report.ok, str(report)
@@ -182,15 +218,27 @@ def test_a_broken_rule_is_a_warning_with_the_layer(target: str, tmp_path: Path) 
     case = CASES[target]
     x = torch.randn(4, 16, 8, 8)
     config = QuantConfig(
-        (Rule("type:torch.nn.modules.conv.*", input=QuantDescriptor(), weight=case.weight),)
+        (
+            Rule(
+                "type:torch.nn.modules.conv.*",
+                input=QuantDescriptor(),
+                weight=case.weight,
+            ),
+        )
     )
     model = calibrated(case.offender(), x, config=config)
     *_, text = export(model, x, tmp_path / "m.onnx", target)
     assert text.startswith(f"export_onnx(target={target!r}):\n- ")
-    assert f"0: {case.warning}" in text or f"0: has {case.warning}" in text or case.warning in text
+    assert (
+        f"0: {case.warning}" in text
+        or f"0: has {case.warning}" in text
+        or case.warning in text
+    )
 
 
-def test_a_new_target_takes_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_target_takes_effect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An entry of the registry is all that a target is: nothing else knows their names."""
     seen: list[str] = []
     rules = FileRules(
@@ -199,12 +247,15 @@ def test_a_new_target_takes_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
     monkeypatch.setattr(RUNTIMES, "_entries", dict(RUNTIMES._entries))
     RUNTIMES.add(
-        "new", Runtime(name="new", codes=Codes(unsigned=False, stored="unsigned"), file=rules)
+        "new",
+        Runtime(name="new", codes=Codes(unsigned=False, stored="unsigned"), file=rules),
     )
     x = torch.randn(4, 3, 16, 16)
     model = calibrated(Residual(), x)
     with pytest.warns(UserWarning, match="stem: this target wants nothing"):
-        report = torchq.export_onnx(model, x[:1], tmp_path / "m.onnx", target="new", dynamo=False)
+        report = torchq.export_onnx(
+            model, x[:1], tmp_path / "m.onnx", target="new", dynamo=False
+        )
     assert seen == ["pass"] and report.target == "new"
     stem = quantizer_nodes(load_model(tmp_path / "m.onnx"))["stem.input_quantizer"]
     assert qparams_of(stem).format.name == "uint8"

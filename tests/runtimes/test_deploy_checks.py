@@ -80,7 +80,9 @@ def calibrated(net: nn.Module, *batches: Tensor, target: str | None = None) -> A
 
 @torch.no_grad()
 @pytest.mark.parametrize("net", [Branch, Loop, Cut, Exit])
-def test_a_forward_that_depends_on_data_is_left_to_torch(net: Callable[[], nn.Module]) -> None:
+def test_a_forward_that_depends_on_data_is_left_to_torch(
+    net: Callable[[], nn.Module],
+) -> None:
     """The older exporter held the way of the example: -1.5 dB on another input."""
     model = calibrated(net(), image(), image(-1.0))
     text = r"deploy: target 'onnxruntime quantized': .*for all inputs"
@@ -117,7 +119,9 @@ def test_what_tracing_warns_of_is_an_error() -> None:
 class Changed(nn.Module):
     """A deployed model that is damaged."""
 
-    def __init__(self, model: nn.Module, change: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(
+        self, model: nn.Module, change: Callable[[Tensor, Tensor], Tensor]
+    ) -> None:
         super().__init__()
         self.model, self.change = model, change
 
@@ -138,16 +142,22 @@ class Changed(nn.Module):
     ],
     ids=["gain", "gain on other values", "swapped", "lost sign", "shift", "nothing"],
 )
-def test_damage_shows_on_the_example_or_on_other_values(change: Any, shows_on: Any) -> None:
+def test_damage_shows_on_the_example_or_on_other_values(
+    change: Any, shows_on: Any
+) -> None:
     """All of these passed a bound of 20 dB, or of what quantization itself makes."""
-    model = calibrated(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3)), image())
+    model = calibrated(
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3)), image()
+    )
     task = Task(model, image())
     deployed = torchq.deploy(model, image(), target="torch", progress=False)
     wrong = Changed(deployed, change)
     assert len(task.checks) == 2
     found = tuple(number for number, check in enumerate(task.checks) if check(wrong)[0])
     assert found == shows_on
-    loose = tuple(number for number, check in enumerate(task.checks) if check.difference(wrong))
+    loose = tuple(
+        number for number, check in enumerate(task.checks) if check.difference(wrong)
+    )
     assert set(shows_on) <= set(loose)
 
 
@@ -156,7 +166,10 @@ def test_a_lost_result_of_a_layer_is_named() -> None:
     deployed = torchq.deploy(model, image(), target=torchq.runtimes.Torch(fuse=False))
     deployed[0].register_forward_hook(lambda module, args, out: out * 1.02)
     problem, _ = ReferenceCheck(model, image())(deployed)
-    assert problem == "given the inputs of the simulation, the input of 1 differs, for the example"
+    assert (
+        problem
+        == "given the inputs of the simulation, the input of 1 differs, for the example"
+    )
 
 
 def test_other_inputs_have_other_values_and_indices_that_occur() -> None:
@@ -193,11 +206,17 @@ def test_values_that_a_model_refuses_are_not_compared() -> None:
 def test_batches_of_the_user_take_the_place_of_made_up_values() -> None:
     model = calibrated(nn.Sequential(nn.Conv2d(3, 4, 3)), image())
     seen: list[float] = []
-    model[0].register_forward_pre_hook(lambda module, args: seen.append(float(args[0].mean())))
-    deployed = torchq.deploy(model, image(), target="torch", batches=[2 * image(), 3 * image()])
+    model[0].register_forward_pre_hook(
+        lambda module, args: seen.append(float(args[0].mean()))
+    )
+    deployed = torchq.deploy(
+        model, image(), target="torch", batches=[2 * image(), 3 * image()]
+    )
     assert min(seen) > 0
     assert "the example: result 0 " in deployed.checked
-    assert "; batch 0: result 0 " in deployed.checked and "; batch 1: " in deployed.checked
+    assert (
+        "; batch 0: result 0 " in deployed.checked and "; batch 1: " in deployed.checked
+    )
 
 
 @torch.no_grad()
@@ -265,7 +284,9 @@ def sound(scale: float = 1.0) -> Tensor:
 )
 def test_a_state_is_refused_by_name_or_kept_in_parts(net: Any, name: str) -> None:
     model = calibrated(net(), sound())
-    with pytest.raises(ExportError, match=f"quantized': {name}: changes in a call and changes the"):
+    with pytest.raises(
+        ExportError, match=f"quantized': {name}: changes in a call and changes the"
+    ):
         torchq.deploy(model, sound(), target="onnxruntime", progress=False)
     with torch.no_grad():
         for example in (sound(), None):
@@ -287,7 +308,9 @@ def test_what_a_call_only_notes_is_no_state() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("target", ["torch", "onnxruntime"])
-def test_a_deployed_model_has_a_parameter_that_tells_type_and_device(target: str) -> None:
+def test_a_deployed_model_has_a_parameter_that_tells_type_and_device(
+    target: str,
+) -> None:
     """Others ask ``next(model.parameters()).dtype`` before they make an input."""
     model = calibrated(nn.Sequential(nn.Conv2d(3, 4, 3)), image())
     deployed = torchq.deploy(model, image(), target=target, progress=False)

@@ -41,7 +41,12 @@ def quantized(
     input = input or QuantDescriptor()
     config = QuantConfig(
         (
-            Rule("type:Conv2d", input=input, weight=QuantDescriptor(axis=0), optional=True),
+            Rule(
+                "type:Conv2d",
+                input=input,
+                weight=QuantDescriptor(axis=0),
+                optional=True,
+            ),
             Rule("type:Linear", input=input, weight=QuantDescriptor(), optional=True),
             *(Rule(f"type:{kind}", input=d) for kind, d in rules.items()),
         )
@@ -58,7 +63,12 @@ def runner(model: nn.Module, x: Tensor) -> GraphRunner:
 def codes(x: Tensor, quantizer: TensorQuantizer) -> list[int]:
     """Return the codes of values on the grid of a quantizer."""
     scale, zero_point = quantizer.calculate_qparams()
-    return ((x.detach().double() / scale.double()).round() + zero_point).long().flatten().tolist()
+    return (
+        ((x.detach().double() / scale.double()).round() + zero_point)
+        .long()
+        .flatten()
+        .tolist()
+    )
 
 
 def test_handlers_of_functions_methods_and_modules(generator: torch.Generator) -> None:
@@ -79,7 +89,11 @@ def test_handlers_of_functions_methods_and_modules(generator: torch.Generator) -
     backend = Backend().register("relu", handler)
     run = runner(Net(), torch.zeros(2))
     assert run.run(torch.zeros(2), backend=backend).tolist() == [3.0, 3.0]
-    assert seen == [("call_module", True), ("call_method", False), ("call_function", False)]
+    assert seen == [
+        ("call_module", True),
+        ("call_method", False),
+        ("call_function", False),
+    ]
     assert run.run(torch.zeros(2)).tolist() == [0.0, 0.0]
 
 
@@ -120,7 +134,9 @@ def test_names_that_look_like_a_slip_are_warned_of() -> None:
     def handler(call: NodeCall, x: Tensor) -> Tensor:
         return call.default(x)
 
-    with pytest.warns(UserWarning, match=r"'leaky_rellu', so .*'leaky_relu' may be meant"):
+    with pytest.warns(
+        UserWarning, match=r"'leaky_rellu', so .*'leaky_relu' may be meant"
+    ):
         backend = Backend().register("leaky_rellu", handler)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -130,7 +146,9 @@ def test_names_that_look_like_a_slip_are_warned_of() -> None:
 
 
 def test_wrong_arguments_are_refused() -> None:
-    with pytest.raises(ConfigError, match="got the handler 3 for 'relu'; expected a function"):
+    with pytest.raises(
+        ConfigError, match="got the handler 3 for 'relu'; expected a function"
+    ):
         Backend().register("relu", 3)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"got the operation .*; expected its name"):
         Backend().register(nn.ReLU, lambda call, x: x)  # type: ignore[arg-type]
@@ -141,13 +159,17 @@ def test_delegates(generator: torch.Generator) -> None:
     model = quantized(nn.Linear(3, 2), x=x)
     before = model(x)
     model[0].input_quantizer.delegate = lambda x, quantizer: x
-    assert torch.equal(model[0].input_quantizer(x), x) and not torch.equal(model(x), before)
+    assert torch.equal(model[0].input_quantizer(x), x) and not torch.equal(
+        model(x), before
+    )
     model[0].input_quantizer.delegate = None
     assert torch.equal(model(x), before)
 
 
 @pytest.mark.parametrize("shift", [1, 3])
-@pytest.mark.parametrize("descriptor", [QuantDescriptor(), AFFINE], ids=["symmetric", "affine"])
+@pytest.mark.parametrize(
+    "descriptor", [QuantDescriptor(), AFFINE], ids=["symmetric", "affine"]
+)
 def test_leaky_relu_shifts_codes(
     shift: int, descriptor: QuantDescriptor, generator: torch.Generator
 ) -> None:
@@ -171,7 +193,9 @@ def test_what_is_not_quantized_is_left_to_torch(generator: torch.Generator) -> N
     assert torch.equal(runner(model, x).run(x, backend=backend), model(x))
 
 
-@pytest.mark.parametrize("descriptor", [QuantDescriptor(), AFFINE], ids=["symmetric", "affine"])
+@pytest.mark.parametrize(
+    "descriptor", [QuantDescriptor(), AFFINE], ids=["symmetric", "affine"]
+)
 @pytest.mark.parametrize("size", [2, 3])
 def test_average_pooling_divides_integers(
     descriptor: QuantDescriptor, size: int, generator: torch.Generator
@@ -184,12 +208,16 @@ def test_average_pooling_divides_integers(
     windows = grid.unfold(2, size, size).unfold(3, size, size).flatten(4).sum(-1)
     expected = [rounded(int(s) / size**2, "half_away") for s in windows.flatten()]
     assert codes(y, q) == expected
-    adaptive = quantized(nn.AdaptiveAvgPool2d(6 // size), x=x, AdaptiveAvgPool2d=descriptor)
+    adaptive = quantized(
+        nn.AdaptiveAvgPool2d(6 // size), x=x, AdaptiveAvgPool2d=descriptor
+    )
     again = runner(adaptive, x).run(x, backend=integer_average_pooling())
     assert torch.equal(again, y)
 
 
-@pytest.mark.parametrize("descriptor", [QuantDescriptor(), AFFINE], ids=["symmetric", "affine"])
+@pytest.mark.parametrize(
+    "descriptor", [QuantDescriptor(), AFFINE], ids=["symmetric", "affine"]
+)
 def test_layers_are_those_of_integer_chips(
     descriptor: QuantDescriptor, generator: torch.Generator
 ) -> None:
@@ -211,14 +239,19 @@ def test_layers_are_those_of_integer_chips(
     for n, o, i, j in itertools.product(range(2), range(3), range(5), range(5)):
         s_w = float(conv.weight_quantizer.scale.flatten()[o])
         total = int((image[n, :, i : i + 2, j : j + 2] * weight[o]).sum())
-        total += rounded(float(conv.bias[o].detach().double() / (s_in * s_w)), "half_away")
+        total += rounded(
+            float(conv.bias[o].detach().double() / (s_in * s_w)), "half_away"
+        )
         code = tflite_multiply(total, s_in * s_w / s_out) + z_out
         hidden[n, o, i, j] = max(min(max(code, -128), 127), z_out)  # ReLU ends at zero.
     inner = run.run(x, outputs=linear_input(run), backend=fixed_point())
     assert codes(inner, q_out) == hidden.flatten().tolist()
     w = (linear.weight / linear.weight_quantizer.scale).round().long()
     s_w = float(linear.weight_quantizer.scale)
-    bias = [rounded(float(b.double() / (s_out * s_w)), "half_away") for b in linear.bias.detach()]
+    bias = [
+        rounded(float(b.double() / (s_out * s_w)), "half_away")
+        for b in linear.bias.detach()
+    ]
     sums = (hidden.flatten(1) - z_out) @ w.t() + torch.tensor(bias)
     assert torch.equal(result, (sums.double() * (s_out * s_w)).float())
     # And it is close to what torch simulates, but not the same.
@@ -238,7 +271,9 @@ def test_sums_beyond_int32_are_an_error() -> None:
     model = quantized(layer, x=x, input=QuantDescriptor(9))
     model[0].weight_quantizer.descriptor = QuantDescriptor(9)
     model[0].weight_quantizer.calibrate_on(layer.weight)
-    with pytest.raises(GraphError, match=r"got a sum of .*; expected sums within int32"):
+    with pytest.raises(
+        GraphError, match=r"got a sum of .*; expected sums within int32"
+    ):
         runner(model, x).run(x, backend=fixed_point())
 
 
@@ -268,11 +303,16 @@ class Plain(Awkward):
         return self.head(nn.functional.avg_pool2d(x, 2).mean((2, 3)))
 
 
-def test_traces_of_operators_give_what_traces_of_modules_give(generator: torch.Generator) -> None:
+def test_traces_of_operators_give_what_traces_of_modules_give(
+    generator: torch.Generator,
+) -> None:
     x = torch.randn(2, 3, 12, 12, generator=generator)
     given = QuantDescriptor()
     rules = [Rule("type:Conv2d", input=given, weight=QuantDescriptor(axis=0))]
-    rules += [Rule("type:Linear", input=given, weight=given), Rule("type:LeakyReLU", input=given)]
+    rules += [
+        Rule("type:Linear", input=given, weight=given),
+        Rule("type:LeakyReLU", input=given),
+    ]
     results = []
     for cls, level in ((Awkward, "aten"), (Plain, "module")):
         torch.manual_seed(0)
@@ -291,7 +331,9 @@ def test_traces_of_operators_give_what_traces_of_modules_give(generator: torch.G
 
 
 @pytest.mark.parametrize("level", ["module", "aten"])
-def test_quantizers_stay_calls_of_the_model(level: str, generator: torch.Generator) -> None:
+def test_quantizers_stay_calls_of_the_model(
+    level: str, generator: torch.Generator
+) -> None:
     """A delegate given after the trace counts in it."""
     x = torch.randn(2, 3, 12, 12, generator=generator)
     model = (Plain if level == "module" else Awkward)().eval()
@@ -326,7 +368,10 @@ def test_operations_in_place_write_what_their_handlers_compute() -> None:
         return result + (before if call.node.op == "call_module" else 0)
 
     run = runner(Net(), torch.ones(2))
-    assert run.run(torch.ones(2), backend=Backend().register("relu", handler)).tolist() == [6.0] * 2
+    assert (
+        run.run(torch.ones(2), backend=Backend().register("relu", handler)).tolist()
+        == [6.0] * 2
+    )
     assert len(seen) == 4
     backend = Backend().register("add", lambda call, x, y: call.default(x, y) * 2)
 
@@ -338,7 +383,9 @@ def test_operations_in_place_write_what_their_handlers_compute() -> None:
             y.add_(x)
             return y
 
-    assert runner(Sums(), torch.ones(1)).run(torch.ones(1), backend=backend).item() == 10.0
+    assert (
+        runner(Sums(), torch.ones(1)).run(torch.ones(1), backend=backend).item() == 10.0
+    )
 
 
 def tflite_multiplier(real: float) -> tuple[int, int]:
@@ -346,7 +393,9 @@ def tflite_multiplier(real: float) -> tuple[int, int]:
     if real == 0.0:
         return 0, 0
     mantissa, shift = math.frexp(real)
-    fixed = math.floor(Fraction(mantissa) * 2**31 + Fraction(1, 2))  # std::round of a positive
+    fixed = math.floor(
+        Fraction(mantissa) * 2**31 + Fraction(1, 2)
+    )  # std::round of a positive
     if fixed == 2**31:
         fixed, shift = fixed // 2, shift + 1
     return (0, 0) if shift < -31 else (fixed, shift)
@@ -357,7 +406,9 @@ def doubling_high_multiply(a: int, b: int) -> int:
     product = a * b
     nudge = (1 << 30) if product >= 0 else 1 - (1 << 30)
     total = product + nudge
-    return total // 2**31 if total >= 0 else -(-total // 2**31)  # C divides towards zero.
+    return (
+        total // 2**31 if total >= 0 else -(-total // 2**31)
+    )  # C divides towards zero.
 
 
 def divide_by_power(x: int, exponent: int) -> int:
@@ -409,7 +460,10 @@ class Between(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = TensorQuantizer(AFFINE), TensorQuantizer(QuantDescriptor())
+        self.first, self.second = (
+            TensorQuantizer(AFFINE),
+            TensorQuantizer(QuantDescriptor()),
+        )
         self.last = TensorQuantizer(AFFINE)
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
@@ -439,8 +493,13 @@ def test_additions_are_those_of_tensorflow_lite(generator: torch.Generator) -> N
     wanted = []
     others = second.expand(5, 40).flatten().tolist()
     for one, other in zip(first.flatten().tolist(), others, strict=True):
-        parts = tflite_multiply(one << 20, s1 / widest), tflite_multiply(other << 20, s2 / widest)
-        wanted.append(clamped(tflite_multiply(sum(parts), widest / 2**20 / s_out) + int(z_out)))
+        parts = (
+            tflite_multiply(one << 20, s1 / widest),
+            tflite_multiply(other << 20, s2 / widest),
+        )
+        wanted.append(
+            clamped(tflite_multiply(sum(parts), widest / 2**20 / s_out) + int(z_out))
+        )
     result = runner(model, (a, b)).run((a, b), backend=fixed_point())
     assert codes(result, model.last) == wanted
     assert torch.allclose(result, model(a, b), atol=1.01 * s_out)

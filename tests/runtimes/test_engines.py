@@ -98,7 +98,9 @@ def test_engines_are_immutable() -> None:
         OnnxRuntime().quantized = False  # type: ignore[misc]
 
 
-@pytest.fixture(scope="module", params=[OnnxRuntime(), OpenVino()], ids=lambda e: e.name)
+@pytest.fixture(
+    scope="module", params=[OnnxRuntime(), OpenVino()], ids=lambda e: e.name
+)
 def graph(request: pytest.FixtureRequest) -> tuple[EngineModule, nn.Module]:
     """Deploy the detector as one graph, on the runtime that it is quantized for."""
     available(request.param)
@@ -119,8 +121,16 @@ class TestGraphEngines:
     def test_errors_name_the_argument(self, graph_module: EngineModule) -> None:
         x = images(1)
         for args, kwargs, text in (
-            ((x.double(),), {}, "argument 'image': got torch.float64; expected torch.float32"),
-            ((x[:, :2],), {}, r"argument 'image': got shape \(1, 2, 12, 12\); expected \(any, 3"),
+            (
+                (x.double(),),
+                {},
+                "argument 'image': got torch.float64; expected torch.float32",
+            ),
+            (
+                (x[:, :2],),
+                {},
+                r"argument 'image': got shape \(1, 2, 12, 12\); expected \(any, 3",
+            ),
             ((x[0],), {}, r"argument 'image': got shape \(3, 12, 12\)"),
             ((x.numpy(),), {}, "argument 'image': got a ndarray; expected a tensor"),
             ((x.to("meta"),), {}, "got a tensor on meta; expected one on cpu"),
@@ -144,7 +154,9 @@ class TestGraphEngines:
         with pytest.raises(InputError, match=r"'factor': got 1\.0; expected 2\.0"):
             deployed(x, 1.0)
 
-    def test_state_dicts_hold_the_graph(self, graph: tuple[EngineModule, nn.Module]) -> None:
+    def test_state_dicts_hold_the_graph(
+        self, graph: tuple[EngineModule, nn.Module]
+    ) -> None:
         graph_module, simulated = graph
         x = images(2)
         example = {"image": x, "factor": 2.0}
@@ -163,12 +175,16 @@ class TestGraphEngines:
 
 
 def test_engines_need_an_example() -> None:
-    with pytest.raises(ConfigError, match="target 'onnxruntime' without an example; expected one"):
+    with pytest.raises(
+        ConfigError, match="target 'onnxruntime' without an example; expected one"
+    ):
         torchq.deploy(calibrated_detector(), target="onnxruntime")
 
 
 def test_an_unknown_engine_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="unknown target 'tvm'; expected one of: 'ascend'"):
+    with pytest.raises(
+        ConfigError, match="unknown target 'tvm'; expected one of: 'ascend'"
+    ):
         torchq.deploy(calibrated_detector(), images(1), target="tvm")
 
 
@@ -192,12 +208,16 @@ def test_openvino_finds_an_input_behind_an_idle_cast() -> None:
     assert sqnr(deployed(images(2)), model(images(2))) > BOUND_DB
 
 
-def test_openvino_compiles_usual_shapes_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_openvino_compiles_usual_shapes_for_themselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     available(OpenVino())
     compiled: list[Shapes | None] = []
     original = OpenVino._compile
 
-    def compile(self: OpenVino, graph: bytes, threads: int, shapes: Shapes | None) -> object:
+    def compile(
+        self: OpenVino, graph: bytes, threads: int, shapes: Shapes | None
+    ) -> object:
         compiled.append(shapes)
         return original(self, graph, threads, shapes)
 
@@ -215,7 +235,9 @@ def test_openvino_compiles_usual_shapes_for_themselves(monkeypatch: pytest.Monke
         assert compiled == expected
 
 
-@pytest.mark.parametrize("engine", [OnnxRuntime(provider="cuda"), TensorRt()], ids=lambda e: e.name)
+@pytest.mark.parametrize(
+    "engine", [OnnxRuntime(provider="cuda"), TensorRt()], ids=lambda e: e.name
+)
 def test_providers_that_are_not_there_are_named(engine: SessionEngine) -> None:
     runtime = pytest.importorskip("onnxruntime")
     if len(runtime.get_available_providers()) > 2:
@@ -227,12 +249,18 @@ def test_providers_that_are_not_there_are_named(engine: SessionEngine) -> None:
 def test_unknown_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match="got provider 'npu'; expected one of 'cpu'"):
         OnnxRuntime(provider="npu")
-    with pytest.raises(ConfigError, match="got precision 'int3'; expected one of 'f32'"):
+    with pytest.raises(
+        ConfigError, match="got precision 'int3'; expected one of 'f32'"
+    ):
         OpenVino(precision="int3")
 
 
-@pytest.mark.parametrize(("name", "extra"), [("onnxruntime", "export"), ("openvino", "openvino")])
-def test_a_missing_package_is_named(name: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "extra"), [("onnxruntime", "export"), ("openvino", "openvino")]
+)
+def test_a_missing_package_is_named(
+    name: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingExtraError, match=rf"target='{name}'.*torchq\[{extra}\]"):
         torchq.deploy(calibrated_detector(name), images(1), target=name)
@@ -242,7 +270,9 @@ def test_the_number_of_threads_follows_torch(monkeypatch: pytest.MonkeyPatch) ->
     seen: list[int] = []
     original = OnnxRuntime.open
 
-    def opened(self: OnnxRuntime, read: Any, threads: int, usual: tuple[Shapes, ...]) -> Run:
+    def opened(
+        self: OnnxRuntime, read: Any, threads: int, usual: tuple[Shapes, ...]
+    ) -> Run:
         seen.append(threads)
         return original(self, read, threads, usual)
 
@@ -285,13 +315,17 @@ def test_opened_modules_keep_no_copy_of_their_file(engine: str) -> None:
 def test_a_wrong_result_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     original = OnnxRuntime.open
 
-    def wrong(self: OnnxRuntime, graph: bytes, threads: int, usual: tuple[Shapes, ...]) -> Run:
+    def wrong(
+        self: OnnxRuntime, graph: bytes, threads: int, usual: tuple[Shapes, ...]
+    ) -> Run:
         run = original(self, graph, threads, usual)
         return lambda feeds: [2 * result for result in run(feeds)]
 
     monkeypatch.setattr(OnnxRuntime, "open", wrong)
     monkeypatch.setattr(onnx_engine, "_file_agrees", lambda *_: (False, False))
-    with pytest.raises(ExportError, match="target 'onnxruntime quantized': result 0 has relative"):
+    with pytest.raises(
+        ExportError, match="target 'onnxruntime quantized': result 0 has relative"
+    ):
         torchq.deploy(calibrated_detector(), images(1), target="onnxruntime")
 
 
@@ -309,7 +343,9 @@ def test_an_engine_that_computes_something_else_than_its_file_is_refused(
         torchq.deploy(model, images(1), target="onnxruntime")
 
 
-def spoiled(change: Callable[[Run, Mapping[str, Tensor]], list[Tensor]]) -> Callable[..., Run]:
+def spoiled(
+    change: Callable[[Run, Mapping[str, Tensor]], list[Tensor]],
+) -> Callable[..., Run]:
     """Return ``OnnxRuntime.open`` with a run that is changed."""
     original = OnnxRuntime.open
 
@@ -327,7 +363,9 @@ class Amplifying(nn.Module):
         return torch.sin(1e5 * x)
 
 
-@pytest.mark.parametrize(("model", "expected"), [(Amplifying(), True), (nn.Identity(), False)])
+@pytest.mark.parametrize(
+    ("model", "expected"), [(Amplifying(), True), (nn.Identity(), False)]
+)
 def test_what_a_model_amplifies_is_no_fault_of_an_engine(
     model: nn.Module, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -367,7 +405,9 @@ def test_numbers_that_depend_on_the_batch_keep_it_closed(quantized: bool) -> Non
         deployed(torch.randn(3, 8))
 
 
-def test_an_export_that_torch_gives_up_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_export_that_torch_gives_up_prints_nothing(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     # TorchScript cannot export this pooling with an open length of the image.
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(5), nn.Flatten(), nn.Linear(200, 4)
@@ -394,15 +434,25 @@ def on_engine(model: nn.Module, x: Tensor, engine: str) -> tuple[nn.Module, nn.M
 @pytest.mark.sample(2)
 @GRAPH_ENGINES
 @pytest.mark.parametrize("size", [(2, 2), (1, 9), (0, 0)], ids=str)
-def test_images_that_are_smaller_than_a_kernel(engine: str, size: tuple[int, int]) -> None:
-    layers = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
+def test_images_that_are_smaller_than_a_kernel(
+    engine: str, size: tuple[int, int]
+) -> None:
+    layers = (
+        nn.Conv2d(3, 8, 3),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 4),
+    )
     x = torch.randn(2, 3, 9, 9)
     simulated, model = on_engine(nn.Sequential(*layers), x, engine)
     model(x)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="Kernel size can't be greater"):
             simulated(torch.randn(2, 3, *size))
-        with pytest.raises(ExportError, match=rf"{engine}: cannot run the model on inputs of sh"):
+        with pytest.raises(
+            ExportError, match=rf"{engine}: cannot run the model on inputs of sh"
+        ):
             model(torch.randn(2, 3, *size))
     other = torch.randn(3, 3, 4, 7)
     torch.testing.assert_close(model(other), simulated(other), rtol=0.1, atol=0.1)

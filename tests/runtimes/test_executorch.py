@@ -32,7 +32,9 @@ ASYMMETRIC = QuantDescriptor(unsigned=True, symmetric=False)
 
 
 def needs_executorch() -> None:
-    pytest.importorskip("executorch", reason="executorch is not installed: make test-targets")
+    pytest.importorskip(
+        "executorch", reason="executorch is not installed: make test-targets"
+    )
 
 
 class Net(nn.Module):
@@ -75,7 +77,9 @@ class Encoder(nn.Module):
         return self.head(x.mean(1))
 
 
-def calibrated(model: nn.Module, x: Tensor, *args: Any, target: str | None = "executorch") -> Any:
+def calibrated(
+    model: nn.Module, x: Tensor, *args: Any, target: str | None = "executorch"
+) -> Any:
     torchq.quantize_(model.eval(), *args, target=target, example=x)
     torchq.calibrate(model, [x, torch.randn_like(x)], progress=False)
     return model
@@ -105,7 +109,9 @@ def test_a_program_computes_what_the_model_simulates(
         other = torch.randn_like(x)
         assert torch.equal(program.module()(other), model(other))
     after = model.state_dict()
-    assert before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)
+    assert before.keys() == after.keys() and all(
+        torch.equal(before[k], after[k]) for k in before
+    )
     assert all(q.delegate is None for q in torchq.workflow.quantizers(model).values())
 
 
@@ -130,7 +136,9 @@ def test_every_operator_stands_in_the_pattern_that_is_delegated(
             assert (type(scale), type(zero_point)) == (float, int)
             assert (least, largest, dtype) == (-128, 127, torch.int8)
     (cat,) = nodes(program, "cat")
-    grids = {source.args[1:] for source in cat.all_input_nodes} | {q.args[1:] for q in cat.users}
+    grids = {source.args[1:] for source in cat.all_input_nodes} | {
+        q.args[1:] for q in cat.users
+    }
     assert len(grids) == 1
 
 
@@ -142,15 +150,23 @@ def test_weights_are_stored_as_int8_with_a_scale_for_each_channel(
         codes, scale, zero_point, axis, *_ = node.args[1].args
         dtypes = [source.meta["val"].dtype for source in (codes, scale, zero_point)]
         assert dtypes == [torch.int8, torch.float32, torch.int64] and axis == 0
-    floats = [k for k, v in program.state_dict.items() if v.is_floating_point() and v.dim() > 1]
-    assert floats == ["head.weight_quantizer.stored_codes"]  # which nothing behind it quantizes
+    floats = [
+        k
+        for k, v in program.state_dict.items()
+        if v.is_floating_point() and v.dim() > 1
+    ]
+    assert floats == [
+        "head.weight_quantizer.stored_codes"
+    ]  # which nothing behind it quantizes
     assert len(nodes(program, "relu")) == 3  # one for each convolution: others are idle
 
 
 def test_activations_that_are_unsigned_or_asymmetric_have_zero_points() -> None:
     x = torch.randn(2, 3, 8, 8)
     weight = QuantDescriptor(axis=0)
-    config = QuantConfig((Rule("type:torch.nn.*.Conv2d", input=ASYMMETRIC, weight=weight),))
+    config = QuantConfig(
+        (Rule("type:torch.nn.*.Conv2d", input=ASYMMETRIC, weight=weight),)
+    )
     layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ELU(), nn.Conv2d(4, 4, 1), nn.ReLU6())
     model = calibrated(layers, x, config, target=None)
     program = to_exported_program(model, x)
@@ -162,10 +178,13 @@ def test_activations_that_are_unsigned_or_asymmetric_have_zero_points() -> None:
 def test_clamps_that_codes_show_to_be_idle_are_left_out() -> None:
     """Rule 4: a ReLU and a Q between two equal grids would round a second time."""
     x = torch.randn(2, 3, 8, 8)
-    model = calibrated(nn.Sequential(nn.Conv2d(3, 4, 3), Twice(), nn.Conv2d(4, 4, 1)), x)
+    model = calibrated(
+        nn.Sequential(nn.Conv2d(3, 4, 3), Twice(), nn.Conv2d(4, 4, 1)), x
+    )
     program = to_exported_program(model, x)
     found = {
-        kind: len(nodes(program, kind)) for kind in ("relu", "hardtanh", "quantize_per_tensor")
+        kind: len(nodes(program, kind))
+        for kind in ("relu", "hardtanh", "quantize_per_tensor")
     }
     assert found == {"relu": 1, "hardtanh": 1, "quantize_per_tensor": 3}
     assert torch.equal(program.module()(x), model(x))
@@ -193,8 +212,14 @@ def test_parts_of_a_tensor_are_slices_between_pairs() -> None:
     x = torch.randn(2, 3, 8, 8)
     model = calibrated(Parts(nn.Conv2d(3, 8, 3), nn.Conv2d(11, 4, 1)), x)
     program = to_exported_program(model, x)
-    assert [node.args[1:4] for node in nodes(program, "slice")] == [(1, 0, 4), (1, 4, 8), (1, 1, 4)]
-    assert all(is_dq(n.args[0]) and all(map(is_q, n.users)) for n in nodes(program, "slice"))
+    assert [node.args[1:4] for node in nodes(program, "slice")] == [
+        (1, 0, 4),
+        (1, 4, 8),
+        (1, 1, 4),
+    ]
+    assert all(
+        is_dq(n.args[0]) and all(map(is_q, n.users)) for n in nodes(program, "slice")
+    )
     assert torch.equal(program.module()(x), model(x))
 
 
@@ -228,7 +253,9 @@ def test_a_layer_that_is_not_delegated_has_a_float_weight_and_is_named() -> None
         "0": "its result is read in float by layer_norm",
         "2": "its result is read in float by the output of the model",
     }
-    assert not [node for node in program.graph.nodes if "dequantize_per_channel" in node.name]
+    assert not [
+        node for node in program.graph.nodes if "dequantize_per_channel" in node.name
+    ]
     assert torch.equal(program.module()(x), model(x))
 
 
@@ -240,7 +267,9 @@ def test_linear_layers_whose_results_are_read_in_float_run_on_integers() -> None
     in_float = {"head": "its result is read in float by the output of the model"}
     assert found == {**dict.fromkeys(["qkv", "proj", "fc1", "fc2"], ""), **in_float}
     assert torch.equal(program.module()(x), model(x))
-    ranged = [m.output_quantizer.amax for m in (model.qkv, model.proj, model.fc1, model.fc2)]
+    ranged = [
+        m.output_quantizer.amax for m in (model.qkv, model.proj, model.fc1, model.fc2)
+    ]
     assert all(amax.numel() == 1 and bool(amax > 0) for amax in ranged)
 
 
@@ -248,18 +277,44 @@ def test_grouped_transposed_convolutions_compute_in_float() -> None:
     x = torch.randn(2, 4, 8, 8)
     layers = nn.ConvTranspose2d(4, 4, 2, groups=2), torchq.nn.QuantIdentity()
     _, found = lower.traced(calibrated(nn.Sequential(*layers), x), x)
-    assert found["0"].startswith("XNNPACK takes one scale for the weight of a transposed")
+    assert found["0"].startswith(
+        "XNNPACK takes one scale for the weight of a transposed"
+    )
 
 
 @pytest.mark.parametrize(
     ("input", "weight", "text"),
     [
-        (QuantDescriptor(dynamic=True), QuantDescriptor(), "0.input_quantizer: takes its range"),
-        (QuantDescriptor(4), QuantDescriptor(), "0.input_quantizer: .*activations of 8 bits"),
-        (QuantDescriptor((4, 3)), QuantDescriptor(), "0.input_quantizer: .*expected integers"),
-        (QuantDescriptor(axis=1), QuantDescriptor(), "0.input_quantizer: .*one scale for an act"),
-        (QuantDescriptor(rounding="half_up"), QuantDescriptor(), "rounds half_up; expected half_e"),
-        (QuantDescriptor(), QuantDescriptor(16), "0.weight_quantizer: .*expected integers"),
+        (
+            QuantDescriptor(dynamic=True),
+            QuantDescriptor(),
+            "0.input_quantizer: takes its range",
+        ),
+        (
+            QuantDescriptor(4),
+            QuantDescriptor(),
+            "0.input_quantizer: .*activations of 8 bits",
+        ),
+        (
+            QuantDescriptor((4, 3)),
+            QuantDescriptor(),
+            "0.input_quantizer: .*expected integers",
+        ),
+        (
+            QuantDescriptor(axis=1),
+            QuantDescriptor(),
+            "0.input_quantizer: .*one scale for an act",
+        ),
+        (
+            QuantDescriptor(rounding="half_up"),
+            QuantDescriptor(),
+            "rounds half_up; expected half_e",
+        ),
+        (
+            QuantDescriptor(),
+            QuantDescriptor(16),
+            "0.weight_quantizer: .*expected integers",
+        ),
         (QuantDescriptor(), ASYMMETRIC, "0.weight_quantizer: .*signed ones around 0"),
     ],
     ids=str,
@@ -301,13 +356,19 @@ def test_a_missing_package_and_an_old_one_are_named(
     model = calibrated(nn.Sequential(nn.Conv2d(3, 4, 3)), x)
     path = tmp_path / "m.pte"
     monkeypatch.setitem(sys.modules, "executorch", None)
-    with pytest.raises(MissingExtraError, match=r"export_pte: executorch is .*\[executorch\]"):
+    with pytest.raises(
+        MissingExtraError, match=r"export_pte: executorch is .*\[executorch\]"
+    ):
         export_pte(model, x, path)
-    with pytest.raises(MissingExtraError, match=r"target='executorch'.*torchq\[executorch\]"):
+    with pytest.raises(
+        MissingExtraError, match=r"target='executorch'.*torchq\[executorch\]"
+    ):
         torchq.deploy(model, x)
     monkeypatch.setitem(sys.modules, "executorch", torch)  # any module
     monkeypatch.setattr(metadata, "version", lambda name: "1.4.0")
-    with pytest.raises(ExportError, match=r"got executorch 1\.4\.0; expected 1\.5 or later"):
+    with pytest.raises(
+        ExportError, match=r"got executorch 1\.4\.0; expected 1\.5 or later"
+    ):
         export_pte(model, x, path)
     assert list(tmp_path.iterdir()) == []
 
@@ -339,9 +400,15 @@ def test_the_command_line_writes_a_file(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     source = ["--model", "net_of_pte:build", "--data", "net_of_pte:load", "--no-report"]
-    assert main(["quantize", *source, "--target", "executorch", "--export", "net.pte"]) == 0
+    assert (
+        main(["quantize", *source, "--target", "executorch", "--export", "net.pte"])
+        == 0
+    )
     out = capsys.readouterr().out
-    assert "net.pte: 0.00 MiB for inputs of the shape (1, 3, 8, 8); 1 layers on integers" in out
+    assert (
+        "net.pte: 0.00 MiB for inputs of the shape (1, 3, 8, 8); 1 layers on integers"
+        in out
+    )
     assert "2: its result is read in float by the output of the model" in out
     assert Path("net.pte").read_bytes()[4:6] == b"ET"
 
@@ -368,17 +435,25 @@ class TestEngine(EngineContract):
     usual_batch = 1
 
     @pytest.mark.parametrize("count", [0, 2])
-    def test_the_batch_is_open(self, deployed: nn.Module, simulated: nn.Module, count: int) -> None:
-        with pytest.raises(InputError, match=r"argument 'image': got shape .*expected \(1, 3, 12"):
+    def test_the_batch_is_open(
+        self, deployed: nn.Module, simulated: nn.Module, count: int
+    ) -> None:
+        with pytest.raises(
+            InputError, match=r"argument 'image': got shape .*expected \(1, 3, 12"
+        ):
             deployed(images(count))
 
     def test_the_size_is_open_where_the_model_accepts_any(
         self, deployed: nn.Module, simulated: nn.Module
     ) -> None:
-        with pytest.raises(InputError, match=r"got shape \(1, 3, 20, 20\); expected \(1, 3, 12"):
+        with pytest.raises(
+            InputError, match=r"got shape \(1, 3, 20, 20\); expected \(1, 3, 12"
+        ):
             deployed(images(1, size=20))
 
-    def test_it_says_what_was_checked_and_what_computes_where(self, deployed: Any) -> None:
+    def test_it_says_what_was_checked_and_what_computes_where(
+        self, deployed: Any
+    ) -> None:
         assert "compared with the simulation on the example" in deployed.checked
         (row,) = torchq.summary(deployed).layers
         assert row.note.startswith("1 of 3 layers run on integers")
@@ -423,20 +498,31 @@ class Layers(nn.Module):
         names = (*self.convs, "linear", *OPERATORS)
         plain = ("strided", "grouped", "linear", "add", "mean")
         self.outs = nn.ModuleDict(
-            {f"to_{n}": TensorQuantizer(None if n in plain else ASYMMETRIC) for n in names}
+            {
+                f"to_{n}": TensorQuantizer(None if n in plain else ASYMMETRIC)
+                for n in names
+            }
         )
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         found = {name: conv(x) for name, conv in self.convs.items()}
-        found["rectified"], found["capped"] = found["rectified"].relu(), F.relu6(found["capped"])
+        found["rectified"], found["capped"] = (
+            found["rectified"].relu(),
+            F.relu6(found["capped"]),
+        )
         found["linear"] = self.linear(x)
         found |= {name: operator(x) for name, operator in OPERATORS.items()}
         found = {name: self.outs[f"to_{name}"](value) for name, value in found.items()}
-        return {**found, "gated": -self.gated(x)}  # read in float: it has a quantizer of its own
+        return {
+            **found,
+            "gated": -self.gated(x),
+        }  # read in float: it has a quantizer of its own
 
 
 @pytest.fixture(scope="module")
-def layers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Tensor, dict[str, Tensor], Any]:
+def layers(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Any, Tensor, dict[str, Tensor], Any]:
     """The layers with ranges, an input that is on its grid, and what the runtime returns."""
     needs_executorch()
     torch.manual_seed(0)
@@ -455,11 +541,18 @@ def codes_of(quantizer: Any, value: Tensor) -> Tensor:
     return (value.double() / qparams.scale.double() + qparams.zero_point).round()
 
 
-def int32_formula(conv: Any, quantizer: Any, x: Tensor, least: float | None = None) -> Tensor:
+def int32_formula(
+    conv: Any, quantizer: Any, x: Tensor, least: float | None = None
+) -> Tensor:
     """Return the codes of XNNPACK's kernels: an exact sum, one factor of float32, ties to even."""
-    given, result = (q.qparams().stored(signed=True) for q in (conv.input_quantizer, quantizer))
+    given, result = (
+        q.qparams().stored(signed=True) for q in (conv.input_quantizer, quantizer)
+    )
     of_weight = conv.weight_quantizer.qparams()
-    codes = conv.input_quantizer.codes(x).double() - conv.input_quantizer.qparams().zero_point
+    codes = (
+        conv.input_quantizer.codes(x).double()
+        - conv.input_quantizer.qparams().zero_point
+    )
     weight = conv.weight_quantizer.codes(conv.weight).double()
     scale = given.scale * of_weight.scale.flatten()
     if isinstance(conv, nn.ConvTranspose2d):
@@ -467,13 +560,21 @@ def int32_formula(conv: Any, quantizer: Any, x: Tensor, least: float | None = No
     else:
         total = F.conv2d(codes, weight, None, conv.stride, conv.padding, 1, conv.groups)
     if conv.bias is not None:
-        total += torch.round(conv.corrected_bias(conv.bias) / scale).double()[:, None, None]
+        total += torch.round(conv.corrected_bias(conv.bias) / scale).double()[
+            :, None, None
+        ]
     rounded = torch.round(total.float() * (scale / result.scale)[:, None, None])
-    low = -128 if least is None else int(result.zero_point) + round(least / float(result.scale))
+    low = (
+        -128
+        if least is None
+        else int(result.zero_point) + round(least / float(result.scale))
+    )
     return (rounded + result.zero_point).clamp(low, 127)
 
 
-@pytest.mark.parametrize("name", ["dense", "strided", "point", "depthwise", "grouped", "rectified"])
+@pytest.mark.parametrize(
+    "name", ["dense", "strided", "point", "depthwise", "grouped", "rectified"]
+)
 def test_convolutions_equal_the_int32_formula_in_every_code(
     layers: tuple[Any, Tensor, dict[str, Tensor], Any], name: str
 ) -> None:
@@ -481,23 +582,36 @@ def test_convolutions_equal_the_int32_formula_in_every_code(
     quantizer = model.outs[f"to_{name}"]
     least = 0.0 if name == "rectified" else None
     expected = int32_formula(model.convs[name], quantizer, x, least)
-    stored = codes_of(quantizer, got[name]) - (128 if quantizer.descriptor.unsigned else 0)
+    stored = codes_of(quantizer, got[name]) - (
+        128 if quantizer.descriptor.unsigned else 0
+    )
     assert len(expected.unique()) > 100
     assert torch.equal(stored, expected.double())
 
 
-@pytest.mark.parametrize("name", ["transposed", "capped", "linear", "gated", *OPERATORS])
+@pytest.mark.parametrize(
+    "name", ["transposed", "capped", "linear", "gated", *OPERATORS]
+)
 def test_codes_of_other_layers_are_off_by_one_at_most(
     layers: tuple[Any, Tensor, dict[str, Tensor], Any], name: str
 ) -> None:
     model, x, got, report = layers
-    quantizer = model.gated.output_quantizer if name == "gated" else model.outs[f"to_{name}"]
+    quantizer = (
+        model.gated.output_quantizer if name == "gated" else model.outs[f"to_{name}"]
+    )
     with torch.no_grad():
         expected = model(x)[name]
     off = codes_of(quantizer, got[name]) - codes_of(quantizer, expected)
     assert off.abs().max() <= 1
-    assert off.count_nonzero() <= {"average": 0.1, "add": 0.02}.get(name, 0.002) * off.numel()
-    assert set(report.integer) == {*(f"convs.{n}" for n in model.convs), "linear", "gated"}
+    assert (
+        off.count_nonzero()
+        <= {"average": 0.1, "add": 0.02}.get(name, 0.002) * off.numel()
+    )
+    assert set(report.integer) == {
+        *(f"convs.{n}" for n in model.convs),
+        "linear",
+        "gated",
+    }
 
 
 def test_an_encoder_computes_on_integers_what_is_simulated(tmp_path: Path) -> None:
@@ -521,8 +635,12 @@ def test_a_quantized_convolution_outside_of_xnnpack_is_refused(
     """The safety net behind rule 6, should a later partitioner want other patterns."""
     needs_executorch()
     x = torch.randn(2, 3, 8, 8)
-    model = calibrated(nn.Sequential(nn.Conv2d(3, 4, 3), nn.LayerNorm(6)), x, target=None)
+    model = calibrated(
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.LayerNorm(6)), x, target=None
+    )
     monkeypatch.setattr(form, "_why_float", lambda layer: "")
-    with pytest.raises(ExportError, match=r"^0: XNNPACK leaves this quantized convolution outside"):
+    with pytest.raises(
+        ExportError, match=r"^0: XNNPACK leaves this quantized convolution outside"
+    ):
         export_pte(model, x, tmp_path / "m.pte")
     assert list(tmp_path.iterdir()) == []

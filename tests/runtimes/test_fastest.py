@@ -77,7 +77,9 @@ def test_the_report_has_all_candidates_and_why_some_were_left_out(
     assert report.candidates[-1].seconds == math.inf
     text = str(report)
     assert "onnxruntime quantized  2e+03" in text
-    assert f"chosen: onnxruntime quantized, on {torch.get_num_threads()} threads" in text
+    assert (
+        f"chosen: onnxruntime quantized, on {torch.get_num_threads()} threads" in text
+    )
 
 
 @pytest.mark.slow
@@ -98,14 +100,20 @@ def test_a_wrong_result_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
         return lambda feeds: [2 * result for result in run(feeds)]
 
     monkeypatch.setattr(OnnxRuntime, "open", wrong)
-    monkeypatch.setattr(torchq.runtimes.onnx_engine, "_file_agrees", lambda *_: (False, False))
+    monkeypatch.setattr(
+        torchq.runtimes.onnx_engine, "_file_agrees", lambda *_: (False, False)
+    )
     report = deploy().report
     assert report.chosen == "torch quantized"
     problems = [c.problem for c in report.candidates if c.engine.name == "onnxruntime"]
-    assert len(problems) == 2 and all("has relative error" in problem for problem in problems)
+    assert len(problems) == 2 and all(
+        "has relative error" in problem for problem in problems
+    )
 
 
-def test_an_engine_that_fails_in_its_own_way_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_fails_in_its_own_way_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     timed(monkeypatch, TIMES)
 
     def fail(self: Engine, task: object) -> nn.Module:
@@ -114,7 +122,9 @@ def test_an_engine_that_fails_in_its_own_way_is_left_out(monkeypatch: pytest.Mon
     monkeypatch.setattr(Torch, "build", fail)
     report = deploy().report
     assert report.chosen == "onnxruntime quantized"
-    assert [c.problem for c in report.candidates if c.engine.name == "torch"] == ["'no kernel'"] * 2
+    assert [c.problem for c in report.candidates if c.engine.name == "torch"] == [
+        "'no kernel'"
+    ] * 2
 
 
 def test_an_error_says_why_no_engine_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +135,9 @@ def test_an_error_says_why_no_engine_is_left(monkeypatch: pytest.MonkeyPatch) ->
         deploy()
 
 
-def test_only_the_warnings_of_the_chosen_engine_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_warnings_of_the_chosen_engine_are_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     timed(monkeypatch, TIMES)
     original = OnnxRuntime.build
 
@@ -168,4 +180,6 @@ def test_torch_runs_what_no_graph_can() -> None:
     assert deployed.target == "torch" and deployed({"x": x}).shape == (2, 4)
     found = deployed.report.candidates
     problems = [c.problem for c in found if isinstance(c.engine, OnnxRuntime)]
-    assert problems and all("'features' is a dict of tensors" in text for text in problems)
+    assert problems and all(
+        "'features' is a dict of tensors" in text for text in problems
+    )

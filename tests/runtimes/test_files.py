@@ -27,11 +27,16 @@ def model() -> nn.Module:
 
 
 def write(
-    model: nn.Module, path: Path, target: str | None, shape: tuple[int, ...] = (1, 3, 16, 16)
+    model: nn.Module,
+    path: Path,
+    target: str | None,
+    shape: tuple[int, ...] = (1, 3, 16, 16),
 ) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        return torchq.export_onnx(model, torch.randn(shape), path, target=target, dynamo=False)
+        return torchq.export_onnx(
+            model, torch.randn(shape), path, target=target, dynamo=False
+        )
 
 
 def settings(path: Path) -> dict[str, tuple[float, int, int]]:
@@ -55,12 +60,21 @@ def test_onnxruntime_gets_whole_integer_regions(
 ) -> None:
     """Every convolution, addition and concatenation runs on integers, and the file agrees."""
     report = torchq.export_onnx(
-        model, torch.randn(1, 3, 16, 16), tmp_path / "m.onnx", target="onnxruntime", dynamo=dynamo
+        model,
+        torch.randn(1, 3, 16, 16),
+        tmp_path / "m.onnx",
+        target="onnxruntime",
+        dynamo=dynamo,
     )
     assert report.warnings == ()
     nodes = torchq.inspect_onnx(tmp_path / "m.onnx")
     kinds = [node.kind for node in nodes.integer]
-    wanted = {"QLinearConv": 7, "QLinearAdd": 2, "QLinearConcat": 1, "MatMulIntegerToFloat": 1}
+    wanted = {
+        "QLinearConv": 7,
+        "QLinearAdd": 2,
+        "QLinearConcat": 1,
+        "MatMulIntegerToFloat": 1,
+    }
     assert {kind: kinds.count(kind) for kind in wanted} == wanted
     # The default exporter writes a mean over images as ReduceMean, which has no integer kernel.
     assert [node.kind for node in nodes.fallbacks] == (["ReduceMean"] if dynamo else [])
@@ -68,12 +82,19 @@ def test_onnxruntime_gets_whole_integer_regions(
     assert proof.ok, str(proof)
 
 
-def test_a_convolution_whose_result_is_flattened_runs_on_integers(tmp_path: Path) -> None:
+def test_a_convolution_whose_result_is_flattened_runs_on_integers(
+    tmp_path: Path,
+) -> None:
     """The heads of MobileNetV4 and GhostNet: pooling, a convolution, and a linear layer."""
     torch.manual_seed(0)
     x = torch.randn(2, 3, 8, 8)
     path = tmp_path / "m.onnx"
-    parts = (nn.Conv2d(3, 16, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Conv2d(16, 32, 1))
+    parts = (
+        nn.Conv2d(3, 16, 3),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Conv2d(16, 32, 1),
+    )
     head = nn.Sequential(*parts, nn.ReLU(), nn.Flatten(), nn.Linear(32, 4))
     head = calibrated(head, x, target="onnxruntime", example=x[:1])
     write(head, path, "onnxruntime", (2, 3, 8, 8))
@@ -87,14 +108,26 @@ def test_a_convolution_whose_result_is_flattened_runs_on_integers(tmp_path: Path
 def test_a_silu_runs_on_integers_in_onnxruntime(tmp_path: Path, dynamo: bool) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 3, 9, 9)
-    layers = nn.Conv2d(3, 16, 3), nn.SiLU(), nn.Conv2d(16, 8, 3), nn.SiLU(), nn.Conv2d(8, 4, 1)
+    layers = (
+        nn.Conv2d(3, 16, 3),
+        nn.SiLU(),
+        nn.Conv2d(16, 8, 3),
+        nn.SiLU(),
+        nn.Conv2d(8, 4, 1),
+    )
     net = calibrated(nn.Sequential(*layers), x, target="onnxruntime")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        torchq.export_onnx(net, x, tmp_path / "m.onnx", target="onnxruntime", dynamo=dynamo)
+        torchq.export_onnx(
+            net, x, tmp_path / "m.onnx", target="onnxruntime", dynamo=dynamo
+        )
     nodes = torchq.inspect_onnx(tmp_path / "m.onnx")
     kinds = [node.kind for node in nodes.integer]
-    assert [kinds.count(f"QLinear{kind}") for kind in ("Conv", "Sigmoid", "Mul")] == [2, 2, 2]
+    assert [kinds.count(f"QLinear{kind}") for kind in ("Conv", "Sigmoid", "Mul")] == [
+        2,
+        2,
+        2,
+    ]
     assert torchq.verify_onnx(net, tmp_path / "m.onnx", [x]).ok
 
 
@@ -120,7 +153,9 @@ def test_linear_layers_run_on_integers_in_onnxruntime(tmp_path: Path) -> None:
     wanted = ["QGemm", "MatMulIntegerToFloat", "MatMulIntegerToFloat"]
     assert [node.kind for node in nodes.integer] == wanted
     assert nodes.fallbacks == ()
-    proof = torchq.verify_onnx(model, tmp_path / "m.onnx", [torch.randn(7, 8), torch.randn(1, 8)])
+    proof = torchq.verify_onnx(
+        model, tmp_path / "m.onnx", [torch.randn(7, 8), torch.randn(1, 8)]
+    )
     assert proof.ok, str(proof)
 
 
@@ -132,9 +167,13 @@ def test_tensorrt_leaves_the_branch_of_the_convolution_open(tmp_path: Path) -> N
     calibrated(model, x, target="tensorrt", example=x)
     report = write(model, tmp_path / "m.onnx", "tensorrt", (1, 8, 16, 16))
     assert report.warnings == ()
-    nodes = {o: n for n in onnx.load(str(tmp_path / "m.onnx")).graph.node for o in n.output}
+    nodes = {
+        o: n for n in onnx.load(str(tmp_path / "m.onnx")).graph.node for o in n.output
+    }
     sums = [n for n in nodes.values() if n.op_type == "Add"]
-    assert [[nodes[i].op_type for i in n.input] for n in sums] == [["Conv", "DequantizeLinear"]] * 2
+    assert [[nodes[i].op_type for i in n.input] for n in sums] == [
+        ["Conv", "DequantizeLinear"]
+    ] * 2
     assert torchq.verify_onnx(model, tmp_path / "m.onnx", [x]).ok
 
 
@@ -172,7 +211,9 @@ RULES = [
     ),
     (
         nn.Sequential(nn.Conv2d(16, 16, 1)),
-        QuantConfig((Rule("0", input=QuantDescriptor(axis=1), weight=QuantDescriptor()),)),
+        QuantConfig(
+            (Rule("0", input=QuantDescriptor(axis=1), weight=QuantDescriptor()),)
+        ),
         r"0\.input_quantizer: TensorRT takes one scale for an activation",
     ),
 ]
@@ -189,14 +230,18 @@ def test_tensorrt_rules_name_the_layer_and_the_fix(
     assert len(report.warnings) >= 1
 
 
-@pytest.mark.filterwarnings("ignore:export_onnx. 2 of its layers read a weight in float")
+@pytest.mark.filterwarnings(
+    "ignore:export_onnx. 2 of its layers read a weight in float"
+)
 def test_the_report_groups_warnings_and_fits_the_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     model = nn.Sequential(nn.Conv2d(16, 10, 1), nn.ReLU(), nn.Conv2d(10, 16, 1))
     for conv in (model[0], model[2]):
-        torchq.quantize_(conv, QuantConfig((Rule("type:*Conv2d", input=QuantDescriptor(axis=1)),)))
+        torchq.quantize_(
+            conv, QuantConfig((Rule("type:*Conv2d", input=QuantDescriptor(axis=1)),))
+        )
     torchq.calibrate(model.eval(), [torch.randn(4, 16, 8, 8)], progress=False)
     arguments = (model, torch.randn(1, 16, 8, 8), tmp_path / "m.onnx")
     with pytest.warns(UserWarning, match="TensorRT takes one"):
@@ -206,13 +251,17 @@ def test_the_report_groups_warnings_and_fits_the_terminal(
     assert max(map(len, text.splitlines())) <= 60
 
 
-def test_transposed_convolutions_keep_float_inputs_in_onnxruntime(tmp_path: Path) -> None:
+def test_transposed_convolutions_keep_float_inputs_in_onnxruntime(
+    tmp_path: Path,
+) -> None:
     model = calibrated(Layers(), torch.randn(4, 3, 9, 9), target="onnxruntime")
     assert isinstance(model.up.input_quantizer, nn.Identity)
     write(model, tmp_path / "m.onnx", "onnxruntime", (1, 3, 9, 9))
     assert "up.input_quantizer" not in ends(tmp_path / "m.onnx", "QuantizeLinear")
     stored = {t.name: t for t in onnx.load(str(tmp_path / "m.onnx")).graph.initializer}
-    assert stored["up.weight_quantizer/float weight"].data_type == onnx.TensorProto.FLOAT
+    assert (
+        stored["up.weight_quantizer/float weight"].data_type == onnx.TensorProto.FLOAT
+    )
     assert torchq.verify_onnx(model, tmp_path / "m.onnx", [torch.randn(2, 3, 9, 9)]).ok
 
 
@@ -237,7 +286,9 @@ def test_transposed_convolutions_export_like_torch(groups: int, tmp_path: Path) 
     with torchq.disabled(model), torch.no_grad():
         assert torch.equal(model(x), expected)
     torchq.export_onnx(model, x, tmp_path / "m.onnx", dynamo=False, dynamic_batch=False)
-    torch.testing.assert_close(run_file(tmp_path / "m.onnx", x)[0], model(x), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        run_file(tmp_path / "m.onnx", x)[0], model(x), rtol=0, atol=1e-6
+    )
 
 
 def test_concatenated_tensors_carry_one_scale(tmp_path: Path) -> None:
@@ -258,7 +309,9 @@ def test_concatenated_tensors_carry_one_scale(tmp_path: Path) -> None:
     torchq.quantize_(twin)
     twin.load_state_dict(copy.deepcopy(model).state_dict(), strict=True)
     for candidate in (model, copy.deepcopy(model), twin.eval()):
-        torchq.export_onnx(candidate, torch.randn(1, 4, 6, 6), tmp_path / "m.onnx", dynamo=False)
+        torchq.export_onnx(
+            candidate, torch.randn(1, 4, 6, 6), tmp_path / "m.onnx", dynamo=False
+        )
         found = settings(tmp_path / "m.onnx")
         assert found["cat.input_quantizer"] == found["cat.input_quantizer#2"]
         nodes = {
@@ -270,16 +323,24 @@ def test_concatenated_tensors_carry_one_scale(tmp_path: Path) -> None:
         assert [[nodes[name].op_type for name in node.input] for node in joined] == [
             ["DequantizeLinear"] * 2
         ] * 2
-        assert torchq.verify_onnx(candidate, tmp_path / "m.onnx", [torch.randn(4, 4, 6, 6)]).ok
+        assert torchq.verify_onnx(
+            candidate, tmp_path / "m.onnx", [torch.randn(4, 4, 6, 6)]
+        ).ok
 
 
 def test_activations_with_a_range_per_channel_stay_as_they_are(tmp_path: Path) -> None:
     config = QuantConfig(
         (Rule("0", input=QuantDescriptor(axis=1), weight=QuantDescriptor(axis=0)),)
     )
-    model = calibrated(nn.Sequential(nn.Linear(4, 4)), torch.randn(16, 4), config=config)
+    model = calibrated(
+        nn.Sequential(nn.Linear(4, 4)), torch.randn(16, 4), config=config
+    )
     write(model, tmp_path / "m.onnx", "onnxruntime", (2, 4))
     zero = ends(tmp_path / "m.onnx", "QuantizeLinear")["0.input_quantizer"].input[2]
-    (stored,) = [t for t in onnx.load(str(tmp_path / "m.onnx")).graph.initializer if t.name == zero]
+    (stored,) = [
+        t
+        for t in onnx.load(str(tmp_path / "m.onnx")).graph.initializer
+        if t.name == zero
+    ]
     assert (stored.data_type, list(stored.dims)) == (onnx.TensorProto.INT8, [4])
     assert torchq.verify_onnx(model, tmp_path / "m.onnx", [torch.randn(5, 4)]).ok

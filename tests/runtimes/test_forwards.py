@@ -54,7 +54,9 @@ def test_a_model_runs_a_few_times(target: str) -> None:
     assert forwards(lambda: torchq.fuse_(model, x)) <= 4
     # Products of weights of 8 bits overflow on CPUs without VNNI.
     config = torchq.recipes.int8(reduce_range=True)
-    assert forwards(lambda: torchq.quantize_(model, config, target=target, example=x)) <= 4
+    assert (
+        forwards(lambda: torchq.quantize_(model, config, target=target, example=x)) <= 4
+    )
     torchq.calibrate(model, [x], progress=False)
     # On two inputs and other lengths, with the deployed model's own runs where its layers show.
     assert forwards(lambda: torchq.deploy(model, x, target=target)) <= 9

@@ -12,9 +12,12 @@ from torchq.runtimes import RUNTIMES
 ROOT = Path(torchq.__file__).parent
 #: Names as in ``target=`` and as their makers write them, so with spaces. Everything names torch.
 NAMES = re.compile(
-    rf"\b({'|'.join(' ?'.join(name) for name in RUNTIMES if name != 'torch')})\b", re.IGNORECASE
+    rf"\b({'|'.join(' ?'.join(name) for name in RUNTIMES if name != 'torch')})\b",
+    re.IGNORECASE,
 )
-MODULES = [path for path in sorted(ROOT.rglob("*.py")) if ROOT / "runtimes" not in path.parents]
+MODULES = [
+    path for path in sorted(ROOT.rglob("*.py")) if ROOT / "runtimes" not in path.parents
+]
 
 
 def names_in(source: str) -> list[str]:
@@ -33,17 +36,28 @@ def names_in(source: str) -> list[str]:
             texts = [node.name]
         else:
             fields = ("id", "attr", "name", "arg", "module")
-            texts = [text for f in fields if isinstance(text := getattr(node, f, None), str)]
+            texts = [
+                text for f in fields if isinstance(text := getattr(node, f, None), str)
+            ]
         found += [text for text in texts if NAMES.search(text.replace("_", " "))]
     return found
 
 
 def test_the_pattern_knows_every_runtime() -> None:
     source = '"""ONNX Runtime."""\nimport openvino\nfor_qnn = f(tensorrt=1)["an FPGA", "Open VINO"]'
-    assert sorted(names_in(source)) == ["Open VINO", "an FPGA", "for_qnn", "openvino", "tensorrt"]
+    assert sorted(names_in(source)) == [
+        "Open VINO",
+        "an FPGA",
+        "for_qnn",
+        "openvino",
+        "tensorrt",
+    ]
 
 
 def test_no_other_module_names_a_runtime() -> None:
-    names = {str(path.relative_to(ROOT)): names_in(path.read_text("utf-8")) for path in MODULES}
+    names = {
+        str(path.relative_to(ROOT)): names_in(path.read_text("utf-8"))
+        for path in MODULES
+    }
     assert len(names) > 100
     assert {path: found for path, found in names.items() if found} == {}

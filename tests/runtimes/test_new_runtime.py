@@ -38,8 +38,14 @@ from torchq.swap.layers import one_weight_scale
 def narrow_layers_in_float(least: int, plan: Plan, facts: Facts) -> Plan:
     """Leave layers float that return fewer numbers: a planning pass of this runtime alone."""
     calls = () if facts.flow is None else facts.flow.calls
-    narrow = {c.name for c in calls if c.module is not None and c.shape and c.shape[-1] < least}
-    return plan.in_float(dict.fromkeys(sorted(narrow), "toy has no kernel so narrow"), "toy")
+    narrow = {
+        c.name
+        for c in calls
+        if c.module is not None and c.shape and c.shape[-1] < least
+    }
+    return plan.in_float(
+        dict.fromkeys(sorted(narrow), "toy has no kernel so narrow"), "toy"
+    )
 
 
 def written(model: nn.Sequential) -> bytes:
@@ -51,7 +57,9 @@ def written(model: nn.Sequential) -> bytes:
             input = layer.input_quantizer
             codes = weight.codes(layer.weight)
             scales = {"scale": weight.scale, "input": input.scale}
-            rows.append({"codes": codes.to(torch.int8), **scales, "bias": layer.bias.detach()})
+            rows.append(
+                {"codes": codes.to(torch.int8), **scales, "bias": layer.bias.detach()}
+            )
         elif isinstance(layer, nn.Linear):
             rows.append({"weight": layer.weight.detach(), "bias": layer.bias.detach()})
         else:
@@ -112,7 +120,9 @@ class Toy(FileEngine):
         inputs = tuple(GraphInput(name, torch.float32, shape) for name, shape in shapes)
         signature = CallSignature(class_name(task.model), parameters, inputs)
         graph = torch.frombuffer(bytearray(written(model)), dtype=torch.uint8)
-        module = EngineModule(self, graph, GraphInterface(signature, structure, (True,)))
+        module = EngineModule(
+            self, graph, GraphInterface(signature, structure, (True,))
+        )
         for check in task.checks if self.quantized else task.float_checks:
             if deviation := check.difference(module):
                 raise ExportError(f"deploy: target {self.label!r}: {deviation}")
@@ -168,7 +178,10 @@ def test_its_own_steps_make_its_plans() -> None:
     plan = torchq.plan(net(), target="toy", example=X)
     layer, last = (plan.decision(name) for name in ("0", "2"))
     assert layer is not None and layer.one_scale and layer.weight.axis is None  # type: ignore[union-attr]
-    assert last is not None and (last.reason, last.by) == ("toy has no kernel so narrow", "toy")
+    assert last is not None and (last.reason, last.by) == (
+        "toy has no kernel so narrow",
+        "toy",
+    )
     RUNTIMES.remove("toy")
     RUNTIMES.add("toy", replace(Toy(), planning=(), adapting=()))
     others = torchq.plan(net(), target="toy", example=X).decisions
@@ -177,7 +190,9 @@ def test_its_own_steps_make_its_plans() -> None:
 
 def test_it_quantizes_operators_and_has_codes_of_its_own() -> None:
     x = torch.randn(1, 4, 3, 3)
-    plan = torchq.plan(Sums(), torchq.recipes.integer(unsigned="auto"), target="toy", example=x)
+    plan = torchq.plan(
+        Sums(), torchq.recipes.integer(unsigned="auto"), target="toy", example=x
+    )
     (operator,) = plan.operator_rows()
     assert operator.name == "quant_add" and operator.input is not None
     assert operator.input.unsigned is False  # the runtime has no unsigned codes
@@ -200,9 +215,13 @@ def test_deploy_runs_its_files_and_compares_them() -> None:
     model = calibrated()
     deployed = torchq.deploy(model, X, progress=False)
     assert isinstance(deployed, EngineModule) and deployed.target == "toy"
-    assert torch.allclose(deployed(X), model(X), atol=1e-6)  # products are added as integers
+    assert torch.allclose(
+        deployed(X), model(X), atol=1e-6
+    )  # products are added as integers
     assert "all of it is a toy" in str(torchq.summary(deployed))
-    with pytest.raises(ExportError, match="target 'toy quantized': result 0 has relative error"):
+    with pytest.raises(
+        ExportError, match="target 'toy quantized': result 0 has relative error"
+    ):
         torchq.deploy(model, X, target=Toy(wrong=True), progress=False)
 
 

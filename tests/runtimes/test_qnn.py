@@ -76,13 +76,20 @@ def test_a_file_of_fixed_shapes_has_no_open_length(tmp_path: Path) -> None:
         with_fixed_shapes(path.read_bytes(), (("x", (3, 3, 16, 16)),))
     )
     (graph_input,) = fixed.graph.input
-    assert [d.dim_value for d in graph_input.type.tensor_type.shape.dim] == [3, 3, 16, 16]
+    assert [d.dim_value for d in graph_input.type.tensor_type.shape.dim] == [
+        3,
+        3,
+        16,
+        16,
+    ]
     values = [*fixed.graph.value_info, *fixed.graph.output]
     assert not [d for v in values for d in v.type.tensor_type.shape.dim if d.dim_param]
     assert not [node for node in fixed.graph.node if node.op_type == "Shape"]
 
 
-@pytest.mark.parametrize(("soc", "number"), [("SM8350", "30"), ("57", "57"), ("SM8750", "69")])
+@pytest.mark.parametrize(
+    ("soc", "number"), [("SM8350", "30"), ("57", "57"), ("SM8750", "69")]
+)
 def test_a_chip_has_a_name_and_a_number(soc: str, number: str) -> None:
     assert Qnn(soc=soc).soc == number
     assert pickle.loads(pickle.dumps(Qnn(soc=soc))) == Qnn(soc=number)
@@ -99,7 +106,9 @@ def test_wrong_settings_are_named() -> None:
 
 def test_the_model_of_one_chip_is_that_of_another() -> None:
     x = torch.randn(1, 3, 8, 8)
-    plans = [torchq.plan(Shuffled(), target=Qnn(soc=soc), example=x) for soc in ("43", "57")]
+    plans = [
+        torchq.plan(Shuffled(), target=Qnn(soc=soc), example=x) for soc in ("43", "57")
+    ]
     assert plans[0].outcome() == plans[1].outcome()
 
 
@@ -121,7 +130,12 @@ class Widened(nn.Module):
     [
         (1, 1, 3, ""),
         (4, 0, 3, ""),
-        (4, 1, 3, "up: QNN computes wrong numbers for a grouped transposed convolution"),
+        (
+            4,
+            1,
+            3,
+            "up: QNN computes wrong numbers for a grouped transposed convolution",
+        ),
         (1, 1, 4, "QNN computes wrong numbers for an average of .4, 4. places"),
     ],
 )
@@ -130,7 +144,9 @@ def test_what_the_emulator_computes_wrongly_is_said(
 ) -> None:
     torch.manual_seed(0)
     x = torch.randn(1, 4, 9, 9)
-    model = calibrated(Widened(groups, padding, window).eval(), x, target="qnn", example=x)
+    model = calibrated(
+        Widened(groups, padding, window).eval(), x, target="qnn", example=x
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torchq.export_onnx(model, x, tmp_path / "m.onnx", dynamo=False, progress=False)
@@ -141,7 +157,9 @@ def test_what_the_emulator_computes_wrongly_is_said(
 def fake_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
     """Put another program in the place of the one that compiles."""
     program = tmp_path / "program.py"
-    program.write_text(f"import json, sys, time\njob = json.load(open(sys.argv[1]))\n{body}")
+    program.write_text(
+        f"import json, sys, time\njob = json.load(open(sys.argv[1]))\n{body}"
+    )
     monkeypatch.setattr(compiling, "__file__", str(program))
 
 
@@ -157,7 +175,9 @@ def test_a_compile_that_takes_too_long_is_ended(
         compile_anything(limit=0.5)
 
 
-def test_a_compiler_that_dies_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_dies_is_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake_compiler(tmp_path, monkeypatch, "sys.exit(11)")
     with pytest.raises(
         ExportError, match=r"deploy: the provider failed .the process that compiles"
@@ -169,12 +189,15 @@ def test_what_the_chip_does_not_take_is_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = [
-        ["DequantizeLinear", f"{i}.weight_quantizer/Dequantize", "no kernel"] for i in range(7)
+        ["DequantizeLinear", f"{i}.weight_quantizer/Dequantize", "no kernel"]
+        for i in range(7)
     ]
     answer = {"error": "it failed", "unsupported": nodes}
     body = f"json.dump({json.dumps(answer)}, open(job['answer'], 'w'))"
     fake_compiler(tmp_path, monkeypatch, body)
-    with pytest.raises(ExportError, match=r"0 \(DequantizeLinear\): no kernel; .*, and 2 more"):
+    with pytest.raises(
+        ExportError, match=r"0 \(DequantizeLinear\): no kernel; .*, and 2 more"
+    ):
         compile_anything()
 
 
@@ -183,7 +206,9 @@ def test_the_program_answers_whatever_happens(tmp_path: Path) -> None:
     job = {key: str(tmp_path / key) for key in ("model", "context", "trace", "answer")}
     (tmp_path / "model").write_bytes(b"no file")
     (tmp_path / "trace").mkdir()
-    (tmp_path / "job.json").write_text(json.dumps({**job, "soc": "43", "partly": False}))
+    (tmp_path / "job.json").write_text(
+        json.dumps({**job, "soc": "43", "partly": False})
+    )
     program = [sys.executable, compiling.__file__, str(tmp_path / "job.json")]
     assert subprocess.run(program, capture_output=True, timeout=60).returncode == 0
     answer = json.loads((tmp_path / "answer").read_text())
@@ -205,27 +230,39 @@ def test_the_emulator_answers_as_the_simulation_does(
     model, emulated = deployed
     expected = model(X)
     step = float(model.head.output_quantizer.scale)
-    assert (emulated(X) - expected).abs().max() <= 2.5 * step  # codes off by one in five layers
+    assert (
+        emulated(X) - expected
+    ).abs().max() <= 2.5 * step  # codes off by one in five layers
     assert emulated(X[:1]).shape == (1, 5)  # another shape has a binary of its own
     assert torch.equal(pickle.loads(pickle.dumps(emulated))(X), emulated(X))
 
 
-def test_a_chip_that_answers_otherwise_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chip_that_answers_otherwise_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A weight of another size in the file is more than quantization itself moves."""
     if not Qnn().here:
         pytest.skip("onnxruntime-qnn is not here")
 
     def damaged(graph: bytes, shapes: Any) -> bytes:
         model = onnx.load_model_from_string(with_fixed_shapes(graph, shapes))
-        scales = [n.input[1] for n in model.graph.node if n.name.startswith("last.weight_quant")]
+        scales = [
+            n.input[1]
+            for n in model.graph.node
+            if n.name.startswith("last.weight_quant")
+        ]
         (stored,) = (t for t in model.graph.initializer if t.name == scales[0])
         stored.CopyFrom(
-            onnx.numpy_helper.from_array(2 * onnx.numpy_helper.to_array(stored), stored.name)
+            onnx.numpy_helper.from_array(
+                2 * onnx.numpy_helper.to_array(stored), stored.name
+            )
         )
         return model.SerializeToString()
 
     monkeypatch.setattr("torchq.runtimes.qnn.runtime.with_fixed_shapes", damaged)
-    with pytest.raises(ExportError, match=r"relative error .* where quantization itself makes"):
+    with pytest.raises(
+        ExportError, match=r"relative error .* where quantization itself makes"
+    ):
         torchq.deploy(quantized(), X, target="qnn", progress=False)
 
 
@@ -235,7 +272,9 @@ def test_layers_in_float_are_listed_or_run_on_the_cpu() -> None:
     model = quantized()
     model.grow.output_quantizer.mode = "off"
     model.quant_add.input_quantizer.mode = "off"
-    with pytest.raises(ExportError, match=r"SM8550: the chip does not take .*grow .*partly=True"):
+    with pytest.raises(
+        ExportError, match=r"SM8550: the chip does not take .*grow .*partly=True"
+    ):
         torchq.deploy(model, X, target="qnn", progress=False)
     partly = torchq.deploy(model, X, target=Qnn(partly=True), progress=False)
     assert partly(X).shape == (2, 5)

@@ -126,7 +126,9 @@ class Patches(nn.Module):
         super().__init__()
         self.patch = nn.Conv2d(3, 16, 4, 4)
         self.head = nn.Linear(16, 5)
-        self.block = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True)
+        self.block = nn.TransformerEncoderLayer(
+            16, 2, 32, batch_first=True, norm_first=True
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.block(self.patch(x).flatten(2).transpose(1, 2)).mean(1))
@@ -157,7 +159,9 @@ def vision_transformer() -> nn.Module:
 
 
 def modern_convolutions() -> nn.Module:
-    return ConvNeXt([CNBlockConfig(16, 32, 1), CNBlockConfig(32, None, 1)], num_classes=10)
+    return ConvNeXt(
+        [CNBlockConfig(16, 32, 1), CNBlockConfig(32, None, 1)], num_classes=10
+    )
 
 
 def images(size: int) -> tuple[Tensor]:
@@ -221,8 +225,15 @@ def test_files_are_strongly_typed_and_have_the_codes_of_the_model(
     assert proof.ok, proof.table()
     graph = load_model(path)
     assert {value.dtype.name for value in graph.graph.outputs} == {"FLOAT"}
-    floats = {data_type(v).name for v in graph.graph.initializers.values()} - {"INT64", "INT8"}
-    assert floats <= {"FLOAT16", "FLOAT"} if precision == "float16" else floats == {"FLOAT"}
+    floats = {data_type(v).name for v in graph.graph.initializers.values()} - {
+        "INT64",
+        "INT8",
+    }
+    assert (
+        floats <= {"FLOAT16", "FLOAT"}
+        if precision == "float16"
+        else floats == {"FLOAT"}
+    )
 
 
 def widened(model: Model) -> Model:
@@ -231,7 +242,10 @@ def widened(model: Model) -> Model:
         if data_type(value).name == "BFLOAT16":
             replace_stored(value, value_of(value).float())
     for node in model.graph:
-        if node.op_type == "Cast" and attribute(node, "to") == onnx_ir.DataType.BFLOAT16:
+        if (
+            node.op_type == "Cast"
+            and attribute(node, "to") == onnx_ir.DataType.BFLOAT16
+        ):
             set_attribute(node, "to", int(onnx_ir.DataType.FLOAT))
         for value in node.outputs:
             if value.type is not None and value.dtype.name == "BFLOAT16":
@@ -242,7 +256,9 @@ def widened(model: Model) -> Model:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["residual", "detector", "language"])
-def test_what_bfloat16_files_store_gives_the_codes_of_the_model(name: str, tmp_path: Path) -> None:
+def test_what_bfloat16_files_store_gives_the_codes_of_the_model(
+    name: str, tmp_path: Path
+) -> None:
     """ONNX Runtime has no kernels of this type for CPUs, so nothing rounds between operators.
 
     The weights are bfloat16 numbers, so that only the stored scales and constants can differ.
@@ -265,7 +281,9 @@ def test_what_bfloat16_files_store_gives_the_codes_of_the_model(name: str, tmp_p
     assert proof.ok, proof.table()
 
 
-def test_scales_are_numbers_of_the_type_in_plan_file_and_loaded_model(tmp_path: Path) -> None:
+def test_scales_are_numbers_of_the_type_in_plan_file_and_loaded_model(
+    tmp_path: Path,
+) -> None:
     """Nearly dead filters get the smallest normal number, and codes of 0."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
@@ -276,13 +294,18 @@ def test_scales_are_numbers_of_the_type_in_plan_file_and_loaded_model(tmp_path: 
     quantizer = model[2].weight_quantizer
     assert quantizer.descriptor.scale_format == "float16"
     assert float(quantizer.scale.flatten()[1]) == LEAST
-    assert torch.count_nonzero(quantizer(model[2].weight[1:2].expand(8, -1, -1, -1))[1]) == 0
+    assert (
+        torch.count_nonzero(quantizer(model[2].weight[1:2].expand(8, -1, -1, -1))[1])
+        == 0
+    )
     nodes = {**quantizer_nodes(load_model(tmp_path / "m.onnx"))}
     nodes |= weight_nodes(load_model(tmp_path / "m.onnx"))
     for name, node in nodes.items():
         scale = qparams_of(node).scale
         own = model.get_submodule(name).scale.flatten()
-        assert torch.equal(scale.flatten(), own) and torch.equal(own.half().float(), own)
+        assert torch.equal(scale.flatten(), own) and torch.equal(
+            own.half().float(), own
+        )
         assert value_of(node.inputs[1]).dtype is (
             torch.float32 if name == "0.input_quantizer" else torch.float16
         )
@@ -329,7 +352,9 @@ def test_what_overflows_stays_in_float32_with_its_readers(tmp_path: Path) -> Non
     report = written(model, x, path)
     found = check_file(path)
     assert found.ok, str(found)
-    kept = {node.op_type: node for node in load_model(path).graph if node.name in found.kept}
+    kept = {
+        node.op_type: node for node in load_model(path).graph if node.name in found.kept
+    }
     assert {"Mul", "ReduceMean", "Add", "Sqrt", "Div"} <= set(kept)
     assert not {"Conv", "Tanh"} & set(kept) or "Conv" not in kept
     casts = nodes_of(load_model(path), "Cast")
@@ -340,13 +365,17 @@ def test_what_overflows_stays_in_float32_with_its_readers(tmp_path: Path) -> Non
     assert torchq.verify_onnx(model, path, [x], progress=False).ok
 
 
-def test_the_report_tells_how_to_build_an_engine_and_what_was_not_run(tmp_path: Path) -> None:
+def test_the_report_tells_how_to_build_an_engine_and_what_was_not_run(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "m.onnx"
     text = str(written(Residual(), IMAGES, path))
     assert f"trtexec --onnx={path} --saveEngine=m.engine --stronglyTyped" in text
     assert "TensorRT 11: the same without --stronglyTyped" in text
     assert NOT_RUN in text
-    assert any("not run" in limit for limit in torchq.runtimes.RUNTIMES["tensorrt"].limits)
+    assert any(
+        "not run" in limit for limit in torchq.runtimes.RUNTIMES["tensorrt"].limits
+    )
 
 
 # --- the check says no ----------------------------------------------------------------------------
@@ -366,7 +395,9 @@ def cast(model: Model, node: Any, index: int, kind: str) -> Any:
     """Put a Cast in front of an input of a node."""
     value = node.inputs[index]
     dtype = onnx_ir.DataType[kind]
-    new = add_node(value.producer(), "Cast", [value], f"{value.name}/{kind}", {"to": dtype.value})
+    new = add_node(
+        value.producer(), "Cast", [value], f"{value.name}/{kind}", {"to": dtype.value}
+    )
     node.replace_input_with(index, new)
     return new.producer()
 
@@ -398,7 +429,9 @@ def casts_between_nodes_in_float32(model: Model) -> None:
 def cast_of_a_stored_tensor(model: Model) -> None:
     conv = nodes_of(model, "Conv")[1]
     bias = add_initializer(model.graph, "bias", value_of(conv.inputs[2]).float())
-    new = add_node(conv.inputs[0].producer(), "Cast", [bias], "short", {"to": int(HALF)})
+    new = add_node(
+        conv.inputs[0].producer(), "Cast", [bias], "short", {"to": int(HALF)}
+    )
     conv.replace_input_with(2, new)
 
 
@@ -468,12 +501,18 @@ DAMAGE: dict[Callable[[Model], None], tuple[str, ...]] = {
         "DequantizeLinear has FLOAT scales in front of .*, which computes in FLOAT16",
         "reads FLOAT and FLOAT16; Conv takes one type",
     ),
-    float32_scale_of_a_quantizer: ("QuantizeLinear has FLOAT scales for a FLOAT16 tensor",),
-    scale_below_normal_numbers: ("has scales from 9.54e-07 to .*, no normal FLOAT16 numbers",),
+    float32_scale_of_a_quantizer: (
+        "QuantizeLinear has FLOAT scales for a FLOAT16 tensor",
+    ),
+    scale_below_normal_numbers: (
+        "has scales from 9.54e-07 to .*, no normal FLOAT16 numbers",
+    ),
     infinite_scale: ("has scales from .* to inf, no normal FLOAT16 numbers",),
     two_scales_in_one_pair: ("and its DequantizeLinear have different scales",),
     overflowing_constant: ("holds numbers that FLOAT16 cannot, read by",),
-    no_pair_on_a_residual_input: ("TensorRT fuses an addition whose identity branch is quantized",),
+    no_pair_on_a_residual_input: (
+        "TensorRT fuses an addition whose identity branch is quantized",
+    ),
 }
 
 
@@ -509,7 +548,9 @@ def test_scales_of_float32_files_are_looked_at_too(
     changed_scale(model, number)
     save_model(model, tmp_path / "m.onnx", check=False)
     found = check_file(tmp_path / "m.onnx")
-    assert any("no normal FLOAT numbers" in problem for problem in found.problems), str(found)
+    assert any("no normal FLOAT numbers" in problem for problem in found.problems), str(
+        found
+    )
 
 
 @pytest.mark.parametrize("change", [{"kept": 3}, {"precision": 7}, {"kept": {"a": 1}}])
@@ -522,7 +563,9 @@ def test_a_damaged_record_is_an_error_with_the_path(
         if entry.key == "torchq":
             entry.value = json.dumps({**json.loads(entry.value), **change})
     onnx.save(file, tmp_path / "m.onnx")
-    with pytest.raises(ExportError, match=r"m\.onnx: its record has .*The file is damaged"):
+    with pytest.raises(
+        ExportError, match=r"m\.onnx: its record has .*The file is damaged"
+    ):
         check_file(tmp_path / "m.onnx")
 
 
@@ -542,7 +585,9 @@ def test_float32_scales_and_typed_inputs(tmp_path: Path) -> None:
     written(model, X, path, TensorRt(precision="float32"))
     assert model[0].weight_quantizer.descriptor.scale_format is None
     torchq.export_onnx(calibrated(small(), X), X, path, dynamo=False)
-    with pytest.raises(ExportError, match=r"m\.onnx: was not written for TensorRT; expected a"):
+    with pytest.raises(
+        ExportError, match=r"m\.onnx: was not written for TensorRT; expected a"
+    ):
         check_file(path)
     model = small()
     written(model, X, path, TensorRt(typed_io=True))
@@ -550,30 +595,42 @@ def test_float32_scales_and_typed_inputs(tmp_path: Path) -> None:
     assert {v.dtype.name for v in (*graph.inputs, *graph.outputs)} == {"FLOAT16"}
     assert not nodes_of(load_model(path), "Cast") and check_file(path).ok
     assert (run_file(path, X.half())[0].float() - model(X)).abs().max() < 0.01
-    with pytest.raises(ConfigError, match="got precision 'int8'; expected one of 'float16'"):
+    with pytest.raises(
+        ConfigError, match="got precision 'int8'; expected one of 'float16'"
+    ):
         TensorRt(precision="int8")
 
 
 def test_what_cannot_be_typed_is_refused_and_nothing_written(tmp_path: Path) -> None:
     path = tmp_path / "m.onnx"
-    with pytest.raises(ExportError, match="opset 17 has no scales in float16; expected 19"):
+    with pytest.raises(
+        ExportError, match="opset 17 has no scales in float16; expected 19"
+    ):
         written(small(), X, path, opset=17)
     model = small()
     with torch.no_grad():
         model[2].weight[3] *= 1e-6
     model = calibrated(model, X)
     with pytest.raises(
-        ExportError, match=r"2\.weight_quantizer: has scales from .*, and float16 holds 6.1e-05"
+        ExportError,
+        match=r"2\.weight_quantizer: has scales from .*, and float16 holds 6.1e-05",
     ):
         torchq.export_onnx(model, X, path, target="tensorrt", dynamo=False)
     assert not path.exists()
 
 
-def test_scales_of_a_model_for_no_target_are_rounded_with_a_warning(tmp_path: Path) -> None:
+def test_scales_of_a_model_for_no_target_are_rounded_with_a_warning(
+    tmp_path: Path,
+) -> None:
     model = calibrated(small(), X)
-    report = torchq.export_onnx(model, X, tmp_path / "m.onnx", target="tensorrt", dynamo=False)
+    report = torchq.export_onnx(
+        model, X, tmp_path / "m.onnx", target="tensorrt", dynamo=False
+    )
     (text,) = [text for text in report.warnings if "float16 numbers" in text]
-    assert text.startswith("0.input_quantizer, ") and "quantize_ with target='tensorrt'" in text
+    assert (
+        text.startswith("0.input_quantizer, ")
+        and "quantize_ with target='tensorrt'" in text
+    )
     assert check_file(tmp_path / "m.onnx").ok
 
 
@@ -590,16 +647,22 @@ def test_deploy_runs_the_file_in_float32(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
-def test_the_precision_of_a_plan_is_that_of_its_files(precision: str, tmp_path: Path) -> None:
+def test_the_precision_of_a_plan_is_that_of_its_files(
+    precision: str, tmp_path: Path
+) -> None:
     """A model that was quantized for float32 was written in float16."""
     torch.manual_seed(0)
     x = torch.randn(2, 16, 8, 8)
 
     def net() -> nn.Sequential:
-        return nn.Sequential(nn.Conv2d(16, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3)).eval()
+        return nn.Sequential(
+            nn.Conv2d(16, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3)
+        ).eval()
 
     model = net()
-    torchq.quantize_(model, target=TensorRt(precision=precision), example=x, progress=False)
+    torchq.quantize_(
+        model, target=TensorRt(precision=precision), example=x, progress=False
+    )
     torchq.calibrate(model, [x], progress=False)
     torchq.save(model, tmp_path / "m.pt")
     for one in (model, copy.deepcopy(model), torchq.load(net(), tmp_path / "m.pt")):
@@ -611,7 +674,9 @@ def test_the_precision_of_a_plan_is_that_of_its_files(precision: str, tmp_path: 
     )
     content["torchq"]["settings"] = {"precision": "float3"}
     torch.save(content, tmp_path / "m.pt")
-    with pytest.raises(ConfigError, match=r"load: settings: got {'precision': 'float3'}"):
+    with pytest.raises(
+        ConfigError, match=r"load: settings: got {'precision': 'float3'}"
+    ):
         torchq.load(net(), tmp_path / "m.pt")
     torchq.restore_(model)
     assert torchq.plan(model).settings == {}

@@ -48,18 +48,24 @@ def test_the_export_says_first_what_runs_in_float_and_that_fusing_mends_it(
 ) -> None:
     model = trained(target)
     path = tmp_path / "m.onnx"
-    with pytest.warns(UserWarning, match="fuse_.model.eval.., example. folds it") as caught:
+    with pytest.warns(
+        UserWarning, match="fuse_.model.eval.., example. folds it"
+    ) as caught:
         torchq.export_onnx(model, X, path, dynamo=False, progress=False)
     sentences = str(caught[0].message).splitlines()
     assert SAID[target] in sentences[1]
     # Nothing else is said of them, as it would be for want of a quantizer behind each.
-    assert not any(f"- {layer}: its output" in str(sentences) for layer in range(0, 24, 3))
+    assert not any(
+        f"- {layer}: its output" in str(sentences) for layer in range(0, 24, 3)
+    )
     torchq.fuse_(model, X, progress=False)
     with warnings.catch_warnings(record=True) as later:
         warnings.simplefilter("always")
         torchq.export_onnx(model, X, path, dynamo=False, progress=False)
     assert not any("BatchNorm" in str(warning.message) for warning in later)
-    assert integer_weights(path) == (8 if target == "onnxruntime" else 9)  # it returns floats
+    assert integer_weights(path) == (
+        8 if target == "onnxruntime" else 9
+    )  # it returns floats
 
 
 def test_inspecting_and_deploying_say_it_too(tmp_path: Path) -> None:
@@ -70,7 +76,9 @@ def test_inspecting_and_deploying_say_it_too(tmp_path: Path) -> None:
     report = torchq.inspect_onnx(path)
     assert report.norms == tuple(str(3 * index) for index in range(8))
     assert SAID["onnxruntime"] in str(report).replace("\n", " ")
-    with pytest.warns(UserWarning, match="deploy: .* computed in float, as a BatchNorm follows"):
+    with pytest.warns(
+        UserWarning, match="deploy: .* computed in float, as a BatchNorm follows"
+    ):
         torchq.deploy(model, X, target="onnxruntime", progress=False)
     torchq.fuse_(model, X, progress=False)
     with pytest.warns(UserWarning, match="24: its output is not quantized"):

@@ -46,9 +46,13 @@ def test_s13_poisoned_batch_is_named_and_the_others_are_intact(value: float) -> 
             assert torch.equal(q.amax, expected[name].amax), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str
+)
 @pytest.mark.parametrize("recipe", torchq.recipes.RECIPES)
-def test_s14_dead_channel_dead_activation_and_tiny_channel(recipe: str, dtype: torch.dtype) -> None:
+def test_s14_dead_channel_dead_activation_and_tiny_channel(
+    recipe: str, dtype: torch.dtype
+) -> None:
     layer = nn.Linear(32, 4, bias=False)
     with torch.no_grad():
         layer.weight[1] = 0.0
@@ -73,7 +77,9 @@ def test_s15_calibrated_in_inference_mode_then_trained() -> None:
         torchq.quantize_(model, recipe)
         with torch.inference_mode():
             torchq.calibrate(model, image_batches(), progress=False)
-        assert not any(t.is_inference() for t in (*model.parameters(), *model.buffers()))
+        assert not any(
+            t.is_inference() for t in (*model.parameters(), *model.buffers())
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         model(image_batches()[0]).square().sum().backward()
         optimizer.step()

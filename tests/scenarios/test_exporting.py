@@ -95,7 +95,9 @@ def test_s32_s33_s37_the_file_computes_what_the_simulation_does(
     assert torch.equal(twin(other), expected)
 
 
-def test_s34_an_opset_without_scales_per_channel_is_named(joined: Join, tmp_path: Path) -> None:
+def test_s34_an_opset_without_scales_per_channel_is_named(
+    joined: Join, tmp_path: Path
+) -> None:
     with pytest.raises(ExportError, match="13"):
         torchq.export_onnx(joined, X, tmp_path / "m.onnx", dynamo=False, opset=10)
     joined.left.input_quantizer.forget_amax()
@@ -103,7 +105,9 @@ def test_s34_an_opset_without_scales_per_channel_is_named(joined: Join, tmp_path
         torchq.export_onnx(joined, X, tmp_path / "m.onnx")
 
 
-def test_s35_a_model_in_training_is_exported_in_eval_mode(joined: Join, tmp_path: Path) -> None:
+def test_s35_a_model_in_training_is_exported_in_eval_mode(
+    joined: Join, tmp_path: Path
+) -> None:
     wrapped = nn.DataParallel(joined.train())
     torchq.export_onnx(wrapped, X, tmp_path / "m.onnx", dynamo=False)
     assert joined.training and all(p.requires_grad for p in joined.parameters())
@@ -115,7 +119,9 @@ def test_s35_a_model_in_training_is_exported_in_eval_mode(joined: Join, tmp_path
 
 
 @needs_gloo
-def test_s35_a_model_under_ddp_is_exported_as_itself(joined: Join, tmp_path: Path) -> None:
+def test_s35_a_model_under_ddp_is_exported_as_itself(
+    joined: Join, tmp_path: Path
+) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         wrapped = nn.parallel.DistributedDataParallel(joined)

@@ -17,7 +17,10 @@ LISTS: dict[str, tuple[Callable[..., Any], ...]] = {
     "lowering": (*KNOWN_FORMS, *RULES),
     "export": EXPORT_PASSES,
     "runtimes": tuple(
-        rewrite for runtime in RUNTIMES.values() if runtime.file for rewrite in runtime.file.passes
+        rewrite
+        for runtime in RUNTIMES.values()
+        if runtime.file
+        for rewrite in runtime.file.passes
     ),
 }
 

@@ -84,14 +84,21 @@ def test_s21_checkpoint_of_the_ancestor() -> None:
     state = {}
     for key, value in model.state_dict().items():
         old = next(
-            (key.removesuffix(new) + old for new, old in names.items() if key.endswith(new)), key
+            (
+                key.removesuffix(new) + old
+                for new, old in names.items()
+                if key.endswith(new)
+            ),
+            key,
         )
         state[old] = value
     assert "stem.0._input_quantizer._amax" in state
     twin = fresh()
     twin.load_state_dict(state, strict=True)
     assert torch.equal(twin(x), model(x))
-    assert "stem.0._input_quantizer._amax" in state  # the caller's dictionary is not touched
+    assert (
+        "stem.0._input_quantizer._amax" in state
+    )  # the caller's dictionary is not touched
 
 
 def test_s22_gpu(device: torch.device) -> None:
@@ -113,6 +120,7 @@ def test_no_class_has_the_name_of_a_quantizer_of_modelopt() -> None:
     assert not [m for m in model.modules() if type(m).__name__ == "TensorQuantizer"]
     assert "TensorQuantizer(int8" in repr(model)
     assert (
-        type(quantizers(pickle.loads(pickle.dumps(model))).popitem()[1]) is torchq.TensorQuantizer
+        type(quantizers(pickle.loads(pickle.dumps(model))).popitem()[1])
+        is torchq.TensorQuantizer
     )
     assert torchq.workflow.select_quantizers(model, "type:TensorQuantizer")

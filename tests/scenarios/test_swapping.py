@@ -20,7 +20,9 @@ def test_s04_optimizer_built_before_swap() -> None:
     frozen.i = 3
     frozen.f = -1
     model = nn.Sequential(conv, frozen).eval()
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    optimizer = torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad], lr=0.1
+    )
     calls: list[str] = []
     for layer in model:
         layer.register_forward_pre_hook(lambda m, a: calls.append("pre"))
@@ -84,7 +86,10 @@ def test_s06_subclass_weight_norm_and_attention() -> None:
     assert without_example.name == "0" and "example" in without_example.reason
     report = torchq.quantize_(model, example=x)
     assert report.skipped == ()
-    assert [(d.name, bool(d.calls)) for d in report.replaced] == [("0", True), ("1", False)]
+    assert [(d.name, bool(d.calls)) for d in report.replaced] == [
+        ("0", True),
+        ("1", False),
+    ]
     quantized = model(x)
     for name in ("0", "1"):
         with torchq.disabled(model, name):
@@ -115,7 +120,9 @@ def test_s08_control_flow_and_structured_data() -> None:
     torchq.quantize_(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = [[torch.full((2, 4), 0.5)], [torch.full((2, 4), 3.0), torch.ones(1, 4)]]
-    torchq.calibrate(model, data, forward=lambda m, batch: m(batch, {"a": 1}), progress=False)
+    torchq.calibrate(
+        model, data, forward=lambda m, batch: m(batch, {"a": 1}), progress=False
+    )
     assert all(q.calibrated for q in model.modules() if isinstance(q, TensorQuantizer))
     before = model.large.weight.detach().clone()
     model(data[1])["out"].square().sum().backward()

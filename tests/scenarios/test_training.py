@@ -51,15 +51,21 @@ def test_s24_autocast_trains(recipe: str) -> None:
         scaler.step(optimizer)
         scaler.update()
     assert all(
-        p.grad is not None and p.grad.dtype is torch.float32 and bool(p.grad.isfinite().all())
+        p.grad is not None
+        and p.grad.dtype is torch.float32
+        and bool(p.grad.isfinite().all())
         for p in model.parameters()
     )
     assert all(
-        q.amax.dtype is torch.float32 for q in model.modules() if isinstance(q, TensorQuantizer)
+        q.amax.dtype is torch.float32
+        for q in model.modules()
+        if isinstance(q, TensorQuantizer)
     )
 
 
-def step(model: nn.Module, x: Tensor, call: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
+def step(
+    model: nn.Module, x: Tensor, call: nn.Module
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Output of one training step and the gradients."""
     model.zero_grad()
     y = call(x)
@@ -117,4 +123,6 @@ def test_s28_frozen_batchnorm_and_its_settings() -> None:
     before = [m.running_mean.clone() for m in norms if m.running_mean is not None]
     model.train()
     model(image_batches()[0]).square().mean().backward()
-    assert all(torch.equal(m.running_mean, b) for m, b in zip(norms, before, strict=True))  # type: ignore[arg-type]
+    assert all(
+        torch.equal(m.running_mean, b) for m, b in zip(norms, before, strict=True)
+    )  # type: ignore[arg-type]

@@ -30,7 +30,9 @@ def is_equal(model: nn.Module, plain: nn.Module, x: Tensor) -> bool:
         return torch.equal(model(x.clone()), plain(x.clone()))
 
 
-def check(model: nn.Module, target: str | None = "onnxruntime", example: Any = X) -> nn.Module:
+def check(
+    model: nn.Module, target: str | None = "onnxruntime", example: Any = X
+) -> nn.Module:
     """Convert a copy, compare it on two inputs, and return it."""
     plain = copy.deepcopy(model.eval())
     torchq.quantize_(model, target=target, example=example, progress=False)
@@ -141,7 +143,9 @@ def test_an_example_that_the_forward_changes_stays_as_it_is() -> None:
 
     model, example = Normalised().eval(), X.clone()
     torchq.plan(model, target="onnxruntime", example=example)
-    torchq.quantize_(model, target="onnxruntime", example={"x": example}, progress=False)
+    torchq.quantize_(
+        model, target="onnxruntime", example={"x": example}, progress=False
+    )
     torchq.sensitivity(torchq_calibrated(model), [example], progress=False)
     assert torch.equal(example, X)
 
@@ -296,12 +300,17 @@ def test_attention_that_is_excluded_as_an_operator_is_no_call_either() -> None:
             q = self.q(x)
             return self.o(F.scaled_dot_product_attention(q, q, q))
 
-    settings: dict[str, Any] = {"target": "onnxruntime", "example": torch.randn(1, 2, 3, 8)}
+    settings: dict[str, Any] = {
+        "target": "onnxruntime",
+        "example": torch.randn(1, 2, 3, 8),
+    }
     report = torchq.plan(Net().eval(), exclude=["*quant_attention"], **settings)
     assert {d.name for d in report.replaced} == {"q", "o"}
     # One linear layer of 8 x 8 for each of 6 rows, twice; two products of 3 x 3 x 8, twice.
     assert report.share is not None
-    assert report.share.quantized == pytest.approx(2 * 6 * 64 / (2 * 6 * 64 + 2 * 2 * 72))
+    assert report.share.quantized == pytest.approx(
+        2 * 6 * 64 / (2 * 6 * 64 + 2 * 2 * 72)
+    )
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -319,11 +328,15 @@ class AsksForTheTypeOfALayer(Base):
 
 
 @pytest.mark.parametrize("cls", [AsksForItsType, AsksForTheTypeOfALayer])
-def test_a_forward_that_asks_for_a_type_is_refused_and_nothing_changes(cls: type[Base]) -> None:
+def test_a_forward_that_asks_for_a_type_is_refused_and_nothing_changes(
+    cls: type[Base],
+) -> None:
     model = cls().eval()
     before = {name: type(module) for name, module in model.named_modules()}
     keys = list(model.state_dict())
-    with pytest.raises(QuantizationError, match=r"\(root\): got a Asks.* is off by .*check=F"):
+    with pytest.raises(
+        QuantizationError, match=r"\(root\): got a Asks.* is off by .*check=F"
+    ):
         torchq.quantize_(model, target="onnxruntime", example=X, progress=False)
     assert {name: type(module) for name, module in model.named_modules()} == before
     assert list(model.state_dict()) == keys and plan_of(model).decisions == ()
@@ -337,13 +350,17 @@ def test_the_advice_of_a_refusal_works() -> None:
         torchq.quantize_(model, target="onnxruntime", example=X, progress=False)
     excluded = str(error.value).partition("exclude=")[2].partition(", or")[0]
     names = [name.strip("[]' ") for name in excluded.split(",")]
-    torchq.quantize_(model, target="onnxruntime", example=X, exclude=names, progress=False)
+    torchq.quantize_(
+        model, target="onnxruntime", example=X, exclude=names, progress=False
+    )
     assert is_equal(model, plain, X)
 
 
 def test_a_comparison_that_is_not_wanted_is_noted_in_report_plan_and_file() -> None:
     model = AsksForItsType().eval()
-    report = torchq.quantize_(model, target="onnxruntime", example=X, check=False, progress=False)
+    report = torchq.quantize_(
+        model, target="onnxruntime", example=X, check=False, progress=False
+    )
     assert "not compared with the float model (check=False)" in str(report)
     assert plan_of(model).check == "off" == plan_of(model).to_dict()["check"]
 
@@ -370,7 +387,10 @@ def test_a_model_that_does_not_repeat_itself_cannot_be_compared() -> None:
     model = Net().eval()
     report = torchq.quantize_(model, target="onnxruntime", example=X, progress=False)
     assert report.check == "not repeatable: second.1"
-    assert "cannot be compared with the float model: not repeatable: second.1" in report.verdict()
+    assert (
+        "cannot be compared with the float model: not repeatable: second.1"
+        in report.verdict()
+    )
 
 
 class Noisy(Base):
@@ -399,7 +419,9 @@ DAMAGES: dict[str, Callable[..., Tensor]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_conversion_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_conversion_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = Base().eval()
     plan = torchq.plan(model, target="onnxruntime", example=X)
     monkeypatch.setattr(planning, "_planned", lambda *args: plan)
@@ -409,10 +431,14 @@ def test_a_damaged_conversion_is_refused(name: str, monkeypatch: pytest.MonkeyPa
     assert type(model) is Base and not hasattr(model, "quant_add")
 
 
-def test_a_layer_that_is_converted_wrongly_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_is_converted_wrongly_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cls = torchq.nn.QuantConv2d
     right = torchq.nn.QuantConv2d._conv_forward
-    monkeypatch.setattr(cls, "_conv_forward", lambda self, *args: 1.01 * right(self, *args))
+    monkeypatch.setattr(
+        cls, "_conv_forward", lambda self, *args: 1.01 * right(self, *args)
+    )
     with pytest.raises(QuantizationError, match="a: got a Conv2d that, converted"):
         torchq.quantize_(Base().eval(), example=X, progress=False)
 
@@ -438,7 +464,9 @@ class Reordered(Base):
         return self.c(u) + self.c(v)
 
 
-def test_a_forward_that_changed_since_it_was_saved_is_refused_by_name(tmp_path: Any) -> None:
+def test_a_forward_that_changed_since_it_was_saved_is_refused_by_name(
+    tmp_path: Any,
+) -> None:
     saved, changed = (cls().eval() for cls in (Ordered, Reordered))
     torchq.quantize_(saved, target="onnxruntime", example=X, progress=False)
     torchq.calibrate(saved, [X], progress=False)
@@ -446,13 +474,17 @@ def test_a_forward_that_changed_since_it_was_saved_is_refused_by_name(tmp_path: 
     torchq.load(Ordered(), tmp_path / "a.pt")
     Reordered.__qualname__ = "Ordered"
     keys = list(changed.state_dict())
-    with pytest.raises(QuantizationError, match=r"\(root\): .*Ordered: its forward, or a function"):
+    with pytest.raises(
+        QuantizationError, match=r"\(root\): .*Ordered: its forward, or a function"
+    ):
         torchq.load(changed, tmp_path / "a.pt")
     assert list(changed.state_dict()) == keys
 
 
 def test_a_graph_whose_nodes_changed_places_is_refused_by_name(tmp_path: Any) -> None:
-    saved, changed = (torch.fx.symbolic_trace(cls().eval()) for cls in (Ordered, Reordered))
+    saved, changed = (
+        torch.fx.symbolic_trace(cls().eval()) for cls in (Ordered, Reordered)
+    )
     torchq.quantize_(saved, target="onnxruntime", example=X, progress=False)
     torchq.calibrate(saved, [X], progress=False)
     torchq.save(saved, tmp_path / "a.pt")
@@ -472,7 +504,9 @@ def file(tmp_path: Any) -> Any:
     return tmp_path / "a.pt"
 
 
-def test_load_with_an_example_compares(file: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_with_an_example_compares(
+    file: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = Base().eval()
     assert plan_of(torchq.load(model, file, example=X)).check == "equal"
     damaged = Base().eval()
@@ -483,12 +517,16 @@ def test_load_with_an_example_compares(file: Any, monkeypatch: pytest.MonkeyPatc
     torchq.load(damaged, file)
 
 
-def test_restore_with_an_example_compares(file: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restore_with_an_example_compares(
+    file: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = torchq.load(Base().eval(), file)
     plain = Base().eval()
     with monkeypatch.context() as damage:
         damage.setattr(torchq.nn.QuantAdd, "forward", DAMAGES["a gain of 1.01"])
-        with pytest.raises(QuantizationError, match="restore_: Base: the float model is off"):
+        with pytest.raises(
+            QuantizationError, match="restore_: Base: the float model is off"
+        ):
             torchq.restore_(model, X)
         assert isinstance(model.quant_add, torchq.nn.QuantAdd)
     assert torchq.restore_(model, X)
@@ -518,7 +556,9 @@ def test_the_plan_does_not_depend_on_the_number_of_samples() -> None:
 
 def test_planning_in_inference_mode_makes_what_can_be_trained() -> None:
     with torch.inference_mode():
-        model: Any = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
+        model: Any = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)
+        ).eval()
         torchq.quantize_(model, example=torch.ones(2, 3, 8, 8), progress=False)
     torchq.calibrate(model, [X], progress=False)
     found = model[0].input_quantizer
@@ -634,7 +674,11 @@ def test_a_range_that_does_not_fit_names_its_quantizer() -> None:
     torchq.calibrate(model, [X], progress=False)
     model.b.weight = nn.Parameter(model.b.weight[:4].detach())
     model.b.bias = None
-    with pytest.raises(ConfigError, match=r"^b\.weight_quantizer: amax has shape \(8, 1, 1, 1\)"):
+    with pytest.raises(
+        ConfigError, match=r"^b\.weight_quantizer: amax has shape \(8, 1, 1, 1\)"
+    ):
         model(X)
-    with pytest.raises(ConfigError, match=r"amax=3\.0; expected a tensor. Call set_amax"):
+    with pytest.raises(
+        ConfigError, match=r"amax=3\.0; expected a tensor. Call set_amax"
+    ):
         model.a.input_quantizer.amax = 3.0

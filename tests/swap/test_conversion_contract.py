@@ -48,7 +48,9 @@ def made(name: str) -> tuple[nn.Module, Any, Any]:
     return make().eval(), example, other
 
 
-def converted(model: nn.Module, example: Any, target: str | None = "onnxruntime") -> nn.Module:
+def converted(
+    model: nn.Module, example: Any, target: str | None = "onnxruntime"
+) -> nn.Module:
     config = torchq.recipes.int8(recurrent=True) if target else RECIPE
     twin = copy.deepcopy(model)
     torchq.quantize_(twin, config, target=target, example=example, progress=False)
@@ -63,7 +65,10 @@ def test_off_is_float_bit_for_bit(name: str) -> None:
 
 
 #: Two runs draw other numbers where one has calls that the other has not.
-RANDOM = ("awkward: noise: torch's and Python's", "awkward: noise: dropout that is always on")
+RANDOM = (
+    "awkward: noise: torch's and Python's",
+    "awkward: noise: dropout that is always on",
+)
 REPEATABLE = [name for name in CASES if name not in RANDOM]
 #: torch takes the gradients of no scripted part away, which deployment asks for.
 SCRIPTED = "awkward: scripted: a part and a function"
@@ -77,7 +82,9 @@ def test_an_engine_computes_what_the_simulation_does(name: str) -> None:
     simulation = converted(model, example, None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torchq.calibrate(simulation, [with_both(example, other)], progress=False, **UNSEEN)
+        torchq.calibrate(
+            simulation, [with_both(example, other)], progress=False, **UNSEEN
+        )
         assert lost_on_an_engine(simulation, example, other) == ""
 
 
@@ -96,7 +103,9 @@ def test_the_correction_makes_nothing_worse(name: str) -> None:
 
     def quantized(correct: bool) -> nn.Module:
         twin = copy.deepcopy(model)
-        torchq.quantize_(twin, torchq.recipes.integer(4, 8), example=example, progress=False)
+        torchq.quantize_(
+            twin, torchq.recipes.integer(4, 8), example=example, progress=False
+        )
         torchq.calibrate(twin, [example], correct=correct, progress=False, **UNSEEN)
         return twin
 
@@ -210,7 +219,9 @@ def test_state_that_is_lost_in_the_second_call_is_seen() -> None:
 
         def forward(self, x: Tensor) -> Any:
             self.calls += 1
-            return super().forward(x) * (self.calls if self.calls < 2 or self.counts else 1)
+            return super().forward(x) * (
+                self.calls if self.calls < 2 or self.counts else 1
+            )
 
         counts = True
 

@@ -91,7 +91,9 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.sample(9)
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("training", [False, True])
-def test_everything_that_a_call_can_change_changes_it(name: str, training: bool) -> None:
+def test_everything_that_a_call_can_change_changes_it(
+    name: str, training: bool
+) -> None:
     """With all quantizers off the result is that of the float model, whatever has changed."""
     attributes, arguments = CALLS[name]
     model = quantized().train(training)
@@ -118,7 +120,9 @@ def test_the_operators_of_functions_and_loops_are_found() -> None:
 
 # torch 2.9 warns of itself.
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.*Function'> should not be instantiated:DeprecationWarning"
+)
 def test_compiled_models_stay_dynamic() -> None:
     model = quantized()
     del model.__dict__["last"]
@@ -137,7 +141,9 @@ def test_exported_programs_hold_the_quantizers(target: str) -> None:
     program = torch.export.export(model, (X,), strict=False)
     assert torch.equal(program.module()(X), model(X))
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # newer releases of torch deprecate it
+        warnings.simplefilter(
+            "ignore", FutureWarning
+        )  # newer releases of torch deprecate it
         traced = torch.jit.trace(model, X, check_trace=False)
         assert torch.equal(traced(X), model(X))
 
@@ -279,7 +285,9 @@ def test_operators_without_source_stay_float_with_a_reason() -> None:
     model = sourceless()
     report = torchq.quantize_(model, target="openvino", example=X)
     reasons = [d.reason for d in report.skipped]
-    assert any("its source does not show 1 of its operators" in reason for reason in reasons)
+    assert any(
+        "its source does not show 1 of its operators" in reason for reason in reasons
+    )
     plain = floats_of(model)
     for gain in (1.0, 5.0):
         model.gain = plain.gain = gain
@@ -394,7 +402,8 @@ class Caching(nn.Module):
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("example", [None, X])
 @pytest.mark.parametrize(
-    "make", [Caching, Net, lambda: nn.Sequential(Shuffle(), nn.Conv2d(8, 4, 1), Caching())]
+    "make",
+    [Caching, Net, lambda: nn.Sequential(Shuffle(), nn.Conv2d(8, 4, 1), Caching())],
 )
 def test_planning_leaves_no_trace(make: Any, example: Any) -> None:
     """The dry run changes nothing, not even in containers and buffers."""

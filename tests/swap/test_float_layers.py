@@ -25,7 +25,9 @@ class Net(nn.Module):
 
 
 def rule(name: str) -> torchq.QuantConfig:
-    own = torchq.Rule(name, input=torchq.QuantDescriptor(), weight=torchq.QuantDescriptor())
+    own = torchq.Rule(
+        name, input=torchq.QuantDescriptor(), weight=torchq.QuantDescriptor()
+    )
     return torchq.recipes.int8().with_rules(own)
 
 

@@ -117,17 +117,24 @@ def test_the_quantizer_of_a_result_stands_behind_the_norm_until_the_fold() -> No
     assert plan.decision("norm0") is None  # the addition and the next layer quantize it
     assert "until it is folded into conv1" in str(plan.decision("norm1"))
     assert layer.awaits_fold and layer.rounded_by == "norm1.output_quantizer"
-    assert model.conv1.bias_format == "" and "results behind BatchNorm" in plan.verdict()
+    assert (
+        model.conv1.bias_format == "" and "results behind BatchNorm" in plan.verdict()
+    )
     assert "bias int32 once folded" in str(layer)
     torchq.calibrate(model, [X], correct=False, progress=False)
     quantizer = model.norm1.output_quantizer
     amax = quantizer.amax.clone()
     report = torchq.fuse_(model, X, progress=False)
     assert report.refused == ()
-    assert model.conv1.output_quantizer is quantizer and torch.equal(quantizer.amax, amax)
+    assert model.conv1.output_quantizer is quantizer and torch.equal(
+        quantizer.amax, amax
+    )
     assert quantizer.name == "conv1.output_quantizer"
     assert type(model.norm1) is nn.Identity
-    assert (model.conv1.bias_format, model.conv1.rounded_by) == ("int32", quantizer.name)
+    assert (model.conv1.bias_format, model.conv1.rounded_by) == (
+        "int32",
+        quantizer.name,
+    )
     after = plan_of(model).decision("conv1")
     assert after.by == layer.by and after.output is not None
 
@@ -136,7 +143,9 @@ def test_training_trains_with_that_quantizer() -> None:
     model = randomized(Net())
     torchq.qat.prepare(model, [X], target="onnxruntime", progress=False)
     results: list[Tensor] = []
-    model.train().norm1.register_forward_hook(lambda norm, args, out: results.append(out))
+    model.train().norm1.register_forward_hook(
+        lambda norm, args, out: results.append(out)
+    )
     model(X).square().sum().backward()
     model.norm1.output_quantizer.mode = "off"
     model(X)
@@ -159,7 +168,11 @@ def test_a_relu_that_codes_include_comes_with_the_norm() -> None:
         result = model[1](x)
         quantizer = model[1].output_quantizer
         norm = F.batch_norm(
-            x, model[1].running_mean, model[1].running_var, model[1].weight, model[1].bias
+            x,
+            model[1].running_mean,
+            model[1].running_var,
+            model[1].weight,
+            model[1].bias,
         )
         assert torch.equal(result, quantizer(norm.relu()))
 
@@ -186,12 +199,16 @@ def test_a_norm_that_cannot_fold_is_planned_as_what_it_is(
 
 
 def test_weights_with_one_scale_for_good_refuse_a_norm_and_say_so() -> None:
-    model = randomized(nn.Sequential(nn.ConvTranspose2d(3, 4, 2), nn.BatchNorm2d(4), nn.ReLU()))
+    model = randomized(
+        nn.Sequential(nn.ConvTranspose2d(3, 4, 2), nn.BatchNorm2d(4), nn.ReLU())
+    )
     model.append(nn.Conv2d(4, 4, 1))
     plan = torchq.quantize_(model, target="tensorrt", example=X, progress=False)
     assert plan.decision("0").one_scale and not plan.decision("3").one_scale
     torchq.calibrate(model, [X], correct=False, progress=False)
-    assert "as its target takes no more" in torchq.fuse_(model, X, progress=False).reason("1")
+    assert "as its target takes no more" in torchq.fuse_(
+        model, X, progress=False
+    ).reason("1")
 
 
 def test_a_weight_that_got_a_scale_per_channel_says_so_in_the_plan() -> None:
@@ -209,7 +226,11 @@ def test_saved_before_or_after_the_fold(when: str, tmp_path: Path) -> None:
     model = randomized(Net())
     fresh = Net().eval()
     torchq.quantize_(
-        model, torchq.recipes.int8_per_tensor(), target="openvino", example=X, progress=False
+        model,
+        torchq.recipes.int8_per_tensor(),
+        target="openvino",
+        example=X,
+        progress=False,
     )
     torchq.calibrate(model, [X], correct=False, progress=False)
     if when == "after":
@@ -226,7 +247,9 @@ def test_saved_before_or_after_the_fold(when: str, tmp_path: Path) -> None:
     assert outcome(loaded) == outcome(model)
 
 
-def test_the_state_of_a_folded_model_loads_into_an_unfolded_one_that_has_its_record() -> None:
+def test_the_state_of_a_folded_model_loads_into_an_unfolded_one_that_has_its_record() -> (
+    None
+):
     model = randomized(Net())
     fresh = copy.deepcopy(model)
     torchq.quantize_(model, target="onnxruntime", example=X, progress=False)
@@ -277,7 +300,9 @@ def test_restoring_leaves_the_weights_on_their_grid() -> None:
     scale = model.conv1.weight_quantizer.scale
     torchq.restore_(model)
     codes = model.conv1.weight.detach() / scale
-    assert torch.allclose(codes, codes.round(), atol=1e-4)  # quotients of float32 up to 127
+    assert torch.allclose(
+        codes, codes.round(), atol=1e-4
+    )  # quotients of float32 up to 127
     assert not any(isinstance(module, TensorQuantizer) for module in model.modules())
 
 
@@ -294,7 +319,9 @@ def test_norms_that_were_frozen_first_are_planned_and_fold() -> None:
     model = randomized(Net())
     torchq.qat.freeze_bn_(model)
     plan = torchq.quantize_(model, target="onnxruntime", example=X, progress=False)
-    assert plan.decision("norm1").output is not None and not model.train().norm1.training
+    assert (
+        plan.decision("norm1").output is not None and not model.train().norm1.training
+    )
     torchq.calibrate(model, [X], correct=False, progress=False)
     assert len(torchq.fuse_(model, X, progress=False).fused) == 6
 
@@ -307,7 +334,9 @@ def test_frozen_norms_keep_their_quantizer() -> None:
     assert len(frozen) == 6 and not model.train().norm1.training
     copied = copy.deepcopy(model)
     assert copied.norm1.quantizes_output and not copied.train().norm1.training
-    assert plan_of(model).decision("norm1").cls == "torch.nn.modules.batchnorm.BatchNorm2d"
+    assert (
+        plan_of(model).decision("norm1").cls == "torch.nn.modules.batchnorm.BatchNorm2d"
+    )
     assert len(torchq.qat.unfreeze_bn_(copied)) == 6 and copied.norm1.training
     assert len(torchq.fuse_(model, X, progress=False).fused) == 6
 

@@ -55,7 +55,9 @@ def test_operators_are_nodes_of_the_graph(target: str) -> None:
     torchq.calibrate(eager, [x], progress=False)
     placed = {name for name, _ in model.named_children() if name.startswith("quant_")}
     assert placed and placed <= called(model)
-    assert placed == {name for name, _ in eager.named_children() if name.startswith("quant_")}
+    assert placed == {
+        name for name, _ in eager.named_children() if name.startswith("quant_")
+    }
     assert torch.equal(model(x), eager(x))
 
 
@@ -63,7 +65,9 @@ def test_copies_and_pickles_keep_the_operators() -> None:
     model, x = quantized()
     expected = model(x)
     twins = [copy.deepcopy(model)]
-    if not torch.__version__.startswith("2.9"):  # It cannot pickle annotations that are text.
+    if not torch.__version__.startswith(
+        "2.9"
+    ):  # It cannot pickle annotations that are text.
         twins.append(pickle.loads(pickle.dumps(model)))
     for twin in twins:
         assert torch.equal(twin(x), expected)
@@ -102,7 +106,9 @@ def test_the_graph_is_unchanged_where_a_node_is_missing() -> None:
     model = fx.symbolic_trace(Block().eval())
     model.add_module("sum", torchq.nn.Add())
     before = model.code
-    with pytest.raises(QuantizationError, match="its forward has no operator nothing; expected"):
+    with pytest.raises(
+        QuantizationError, match="its forward has no operator nothing; expected"
+    ):
         route_(model, {"add": "sum", "nothing": "sum"})
     assert model.code == before
 
@@ -137,7 +143,9 @@ class Functional(nn.Module):
         return self.layer(F.conv2d(x, self.weight))
 
 
-@pytest.mark.filterwarnings("ignore:Functional. only .* quantized")  # the call is most of it
+@pytest.mark.filterwarnings(
+    "ignore:Functional. only .* quantized"
+)  # the call is most of it
 def test_calls_of_functions_in_a_graph_stay_float_and_are_named() -> None:
     model = fx.symbolic_trace(Functional().eval())
     x = torch.randn(2, 3, 8, 8)
@@ -147,7 +155,9 @@ def test_calls_of_functions_in_a_graph_stay_float_and_are_named() -> None:
     assert torch.equal(copy.deepcopy(model)(x), model(x))
     assert isinstance(model.layer, torchq.nn.QuantConv2d)
     site = CallSite("conv2d", weight="weight", holder="call")
-    with pytest.raises(QuantizationError, match=r"is a graph of torch\.fx.*before it is traced"):
+    with pytest.raises(
+        QuantizationError, match=r"is a graph of torch\.fx.*before it is traced"
+    ):
         route_(model, calls=[site])
 
 
@@ -156,7 +166,9 @@ def test_programs_of_torch_export_are_named(options: dict[str, Any]) -> None:
     x = torch.randn(2, 3, 8, 8)
     program = torch.export.export(Functional().eval(), (x,)).module()
     options = {**options, **({"example": x} if "example" in options else {})}
-    with pytest.raises(ConfigError, match=r"got a program of torch.export.*Quantize it, then exp"):
+    with pytest.raises(
+        ConfigError, match=r"got a program of torch.export.*Quantize it, then exp"
+    ):
         torchq.quantize_(program, **options)
 
 
@@ -165,7 +177,9 @@ def test_export_and_deploy_see_the_operators(tmp_path: Path) -> None:
     model, x = quantized()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the last convolution returns float
-        torchq.export_onnx(model, x, tmp_path / "m.onnx", target="onnxruntime", dynamo=False)
+        torchq.export_onnx(
+            model, x, tmp_path / "m.onnx", target="onnxruntime", dynamo=False
+        )
     report = torchq.verify_onnx(model, tmp_path / "m.onnx", [x])
     assert report.ok, report
     with torch.no_grad():

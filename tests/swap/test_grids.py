@@ -52,11 +52,15 @@ def test_what_may_be_negative_has_a_zero_point_and_the_rest_none(target: str) ->
     model = planned(target)
     plan = plan_of(model)
     signed, proved = "first.input_quantizer", "second.input_quantizer"
-    if target == "onnxruntime":  # in the others it shares the range of the concatenation
+    if (
+        target == "onnxruntime"
+    ):  # in the others it shares the range of the concatenation
         assert plan.decision("second").unsigned == ("input",)
         assert "input uint8 per-tensor max" in str(plan.decision("second"))
         assert quantizer(model, proved).descriptor == QuantDescriptor(unsigned=True)
-    assert quantizer(model, signed).descriptor == QuantDescriptor(unsigned=True, symmetric=False)
+    assert quantizer(model, signed).descriptor == QuantDescriptor(
+        unsigned=True, symmetric=False
+    )
     torchq.calibrate(model, [IMAGES], progress=False)
     low, high = IMAGES.min(), IMAGES.max()
     assert (quantizer(model, signed).amin, quantizer(model, signed).amax) == (low, high)
@@ -66,7 +70,9 @@ def test_what_may_be_negative_has_a_zero_point_and_the_rest_none(target: str) ->
 
 @pytest.mark.parametrize("method", ["max", "percentile", "mse", "entropy"])
 def test_data_without_negatives_have_the_scale_of_unsigned_codes(method: str) -> None:
-    free, proved = (TensorQuantizer(QuantDescriptor(unsigned=True, symmetric=False)) for _ in "ab")
+    free, proved = (
+        TensorQuantizer(QuantDescriptor(unsigned=True, symmetric=False)) for _ in "ab"
+    )
     proved.keep_unsigned()
     assert proved.given_descriptor == free.given_descriptor and proved.amin is None
     x = torch.randn(4096).relu()
@@ -81,17 +87,27 @@ def test_data_without_negatives_have_the_scale_of_unsigned_codes(method: str) ->
 
 def test_learned_ranges_train_both_ends_but_not_a_proved_one() -> None:
     learned = QuantDescriptor(learn_amax=True)
-    rule = torchq.Rule("type:torch.nn.modules.conv.*", input=learned, weight=QuantDescriptor())
+    rule = torchq.Rule(
+        "type:torch.nn.modules.conv.*", input=learned, weight=QuantDescriptor()
+    )
     model = planned("onnxruntime", torchq.QuantConfig((rule,)))
     torchq.calibrate(model, [IMAGES], progress=False)
     model.train()(IMAGES).sum().backward()
-    names = {n for n, p in model.named_parameters() if "input_q" in n and p.grad is not None}
+    names = {
+        n for n, p in model.named_parameters() if "input_q" in n and p.grad is not None
+    }
     assert {"first.input_quantizer.amin", "first.input_quantizer.amax"} <= names
-    assert {n for n in names if n.startswith("second")} == {"second.input_quantizer.amax"}
+    assert {n for n in names if n.startswith("second")} == {
+        "second.input_quantizer.amax"
+    }
 
 
 FIXED: list[dict[str, Any]] = [
-    *({"unsigned": "auto"}, {"unsigned": True}, {"unsigned": False, "symmetric": False}),
+    *(
+        {"unsigned": "auto"},
+        {"unsigned": True},
+        {"unsigned": False, "symmetric": False},
+    ),
     *({"narrow_range": True}, {"amax": 4.0}, {"dynamic": True}),
     *({"num_bits": (4, 3)}, {"num_bits": 16}),
 ]
@@ -109,6 +125,9 @@ def test_symmetric_ranges_are_asked_for_by_name() -> None:
     model = planned("onnxruntime", torchq.recipes.int8(symmetric=True))
     torchq.calibrate(model, [IMAGES], progress=False)
     found = [q.descriptor for _, q in torchq.workflow.quantizers(model).items()]
-    assert all(d.symmetric for d in found) and {d.unsigned for d in found} == {True, False}
+    assert all(d.symmetric for d in found) and {d.unsigned for d in found} == {
+        True,
+        False,
+    }
     bits = torchq.recipes.integer(4, 4, symmetric=True)
     assert bits.rules[0].input.unsigned == "auto"

@@ -71,7 +71,9 @@ class Distances(nn.Module):
         steps = boxes.view(x.shape[0], 4, 4, -1).transpose(2, 1).softmax(1)
         found = self.sums(steps).view(x.shape[0], 4, -1)
         low, high = found.chunk(2, 1)
-        return torch.cat((torch.cat((low + high, high - low), 1) * 8.0, scores.sigmoid()), 1)
+        return torch.cat(
+            (torch.cat((low + high, high - low), 1) * 8.0, scores.sigmoid()), 1
+        )
 
 
 class OneHead(nn.Module):
@@ -85,7 +87,9 @@ class OneHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         found = [
-            torch.cat((self.boxes(m).exp().flatten(2), self.scores(m).sigmoid().flatten(2)), 1)
+            torch.cat(
+                (self.boxes(m).exp().flatten(2), self.scores(m).sigmoid().flatten(2)), 1
+            )
             for m in self.levels(x)
         ]
         return torch.cat(found, 2)
@@ -155,7 +159,9 @@ def in_float(model: nn.Module, target: str | None, *rules: Rule) -> set[str]:
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("cls", [Ssd, Distances, OneHead])
-def test_what_makes_boxes_of_maps_stays_float(cls: type[nn.Module], target: str) -> None:
+def test_what_makes_boxes_of_maps_stays_float(
+    cls: type[nn.Module], target: str
+) -> None:
     model = cls().eval()
     plan = torchq.plan(model, target=target, example=X)
     behind = [d for d in plan.operator_rows() if not d.name.startswith("levels.")]
@@ -164,9 +170,15 @@ def test_what_makes_boxes_of_maps_stays_float(cls: type[nn.Module], target: str)
     layers = [n for n, m in model.named_modules() if isinstance(m, nn.Conv2d)]
     last = [name for name in layers if name.startswith(("boxes", "scores"))]
     assert last
-    for name in last:  # the last layers themselves are quantized, and their results are not
+    for (
+        name
+    ) in last:  # the last layers themselves are quantized, and their results are not
         decision = plan.decision(name)
-        assert decision is not None and decision.weight is not None and decision.output is None
+        assert (
+            decision is not None
+            and decision.weight is not None
+            and decision.output is None
+        )
     assert BY in plan.explain(next(d.name for d in plan.skipped if d.by == BY))
 
 
@@ -178,12 +190,16 @@ def test_a_convolution_of_probabilities_stays_float() -> None:
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("target", [None, *TARGETS])
 @pytest.mark.parametrize("cls", [Classifier, Features, UNet, Encoder])
-def test_other_networks_have_no_such_head(cls: type[nn.Module], target: str | None) -> None:
+def test_other_networks_have_no_such_head(
+    cls: type[nn.Module], target: str | None
+) -> None:
     assert in_float(cls(), target) == set()
 
 
 def test_a_rule_of_the_user_counts() -> None:
-    rule: Any = Rule("sums", input=torchq.QuantDescriptor(), weight=torchq.QuantDescriptor(axis=0))
+    rule: Any = Rule(
+        "sums", input=torchq.QuantDescriptor(), weight=torchq.QuantDescriptor(axis=0)
+    )
     assert "sums" not in in_float(Distances(), "openvino", rule)
     joined = Rule("quant_cat*", input=torchq.QuantDescriptor())
     found = in_float(Distances(), "openvino", joined)

@@ -61,7 +61,10 @@ def test_calls_and_operators_of_one_forward_are_quantized() -> None:
     block: Any = model.block
     assert isinstance(block, RoutedModule) and len(block.torchq_calls) == 2
     before = model(X)
-    for quantizer in (block.quant_matmul.other_quantizer, block.qkv_call.weight_quantizer):
+    for quantizer in (
+        block.quant_matmul.other_quantizer,
+        block.qkv_call.weight_quantizer,
+    ):
         assert quantizer.calibrated
         quantizer.mode = "off"
         assert not torch.equal(model(X), before)
@@ -74,7 +77,9 @@ def test_calls_and_operators_of_one_forward_are_quantized() -> None:
 def test_export_and_deploy_agree(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     model = quantized()
-    torchq.export_onnx(model, X, tmp_path / "m.onnx", target=TARGET, dynamo=False, progress=False)
+    torchq.export_onnx(
+        model, X, tmp_path / "m.onnx", target=TARGET, dynamo=False, progress=False
+    )
     assert torchq.verify_onnx(model, tmp_path / "m.onnx", [X]).ok
     with torch.no_grad():
         found = torchq.deploy(model, X, target="torch", progress=False)(X)
@@ -93,7 +98,9 @@ class Computed(nn.Module):
         return torch.matmul(x, 2 * self.weight) @ x.transpose(1, 2)
 
 
-def test_a_product_with_a_computed_weight_is_one_of_a_layer_and_others_are_operators() -> None:
+def test_a_product_with_a_computed_weight_is_one_of_a_layer_and_others_are_operators() -> (
+    None
+):
     torch.manual_seed(0)
     report = torchq.plan(Net(Computed()), target=TARGET, example=X)
     reason = "its operand is a weight, and the call is quantized as that of a layer"
@@ -107,6 +114,8 @@ def test_a_product_with_a_computed_weight_is_one_of_a_layer_and_others_are_opera
 def test_operators_are_places_in_the_source() -> None:
     block = Attention()
     sites = [CallSite("linear", "qkv", "qkv_call", site="@linear0")]
-    with pytest.raises(QuantizationError, match="no operator matmul; expected the code"):
+    with pytest.raises(
+        QuantizationError, match="no operator matmul; expected the code"
+    ):
         route_(block, {"matmul": "quant_matmul"}, sites)
     assert type(block) is Attention

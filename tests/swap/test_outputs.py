@@ -31,7 +31,9 @@ class Readers(nn.Module):
         return self.head(x)
 
 
-def quantized(model: nn.Module, x: Tensor, target: str = "onnxruntime") -> torchq.swap.Plan:
+def quantized(
+    model: nn.Module, x: Tensor, target: str = "onnxruntime"
+) -> torchq.swap.Plan:
     """Quantize and calibrate the model, in place."""
     report = torchq.quantize_(model, target=target, example=x)
     torchq.calibrate(model, [x], progress=False)
@@ -55,7 +57,10 @@ def test_results_that_nothing_quantizes_get_a_quantizer() -> None:
     model = Readers().eval()
     report = quantized(model, x)
     assert outputs(model) == {"deep": False, "gated": True}
-    assert {d.name for d in report.replaced if d.output is not None} == {"deep", "gated"}
+    assert {d.name for d in report.replaced if d.output is not None} == {
+        "deep",
+        "gated",
+    }
     assert "output uint8" in str(report)
 
 
@@ -81,7 +86,9 @@ def test_an_unsigned_result_is_that_of_the_relu() -> None:
 
 def test_what_is_left_of_a_fused_norm_does_not_hide_the_relu() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Identity(), nn.ReLU(), nn.GroupNorm(2, 8))
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.Identity(), nn.ReLU(), nn.GroupNorm(2, 8)
+    )
     quantized(model.append(nn.Conv2d(8, 4, 1)).eval(), torch.randn(2, 3, 9, 9))
     assert outputs(model) == {"0": True}
 
@@ -97,13 +104,19 @@ def test_deployed_layers_quantize_their_results() -> None:
     assert error <= 0.02 * model(x).abs().max()  # Codes at a border may differ by one.
 
 
-def test_convolutions_and_linear_layers_alone_take_a_quantizer_of_their_results() -> None:
+def test_convolutions_and_linear_layers_alone_take_a_quantizer_of_their_results() -> (
+    None
+):
     pool = torchq.nn.QuantMaxPool2d(2)
-    with pytest.raises(QuantizationError, match="cannot quantize its result; expected a conv"):
+    with pytest.raises(
+        QuantizationError, match="cannot quantize its result; expected a conv"
+    ):
         pool.quantize_output_(torchq.QuantDescriptor())
     for layer in (torchq.nn.QuantConv1d(2, 2, 1), torchq.nn.QuantLinear(2, 2)):
         layer.quantize_output_(torchq.QuantDescriptor())
-        with pytest.raises(QuantizationError, match="layer without an output_quantizer"):
+        with pytest.raises(
+            QuantizationError, match="layer without an output_quantizer"
+        ):
             layer.quantize_output_(torchq.QuantDescriptor())
 
 
@@ -165,7 +178,9 @@ def test_clipped_results_that_are_quantized_need_no_quantizer(act: nn.Module) ->
 class Padding(nn.Module):
     """A convolution whose padded result others read."""
 
-    def __init__(self, pad: nn.Module | None, other: str = "", **options: object) -> None:
+    def __init__(
+        self, pad: nn.Module | None, other: str = "", **options: object
+    ) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 8, 3)
         self.pad = pad
@@ -192,7 +207,17 @@ class Padding(nn.Module):
         (Padding(None, value=1.0), True),
         (Padding(None, "gelu"), True),
     ],
-    ids=["module", "constant", "call", "options", "ones", "reflect", "mode", "value", "gelu"],
+    ids=[
+        "module",
+        "constant",
+        "call",
+        "options",
+        "ones",
+        "reflect",
+        "mode",
+        "value",
+        "gelu",
+    ],
 )
 def test_zeros_that_convolutions_add_need_no_quantizer(
     model: nn.Module, quantized_by_itself: bool
@@ -225,6 +250,8 @@ class PooledBeside(nn.Module):
 
 
 def test_readers_of_a_tensor_are_told_from_those_of_its_quantizer() -> None:
-    plan = torchq.plan(PooledBeside(), target="onnxruntime", example=torch.randn(1, 3, 8, 8))
+    plan = torchq.plan(
+        PooledBeside(), target="onnxruntime", example=torch.randn(1, 3, 8, 8)
+    )
     conv = plan.decision("conv")
     assert conv is not None and conv.output is not None and conv.output.unsigned

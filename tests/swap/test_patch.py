@@ -16,11 +16,17 @@ INT8 = QuantDescriptor()
 
 def build() -> nn.Module:
     """Code that imported the classes itself, before the patch."""
-    return Sequential(Conv2d(3, 4, 3), Sequential(Linear(4, 4), nn.ReLU()), Linear(4, 2))
+    return Sequential(
+        Conv2d(3, 4, 3), Sequential(Linear(4, 4), nn.ReLU()), Linear(4, 2)
+    )
 
 
 def kinds(model: nn.Module) -> list[str]:
-    return [type(m).__name__ for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    return [
+        type(m).__name__
+        for m in model.modules()
+        if isinstance(m, nn.Conv2d | nn.Linear)
+    ]
 
 
 def test_modules_are_quantized_while_it_runs() -> None:
@@ -82,7 +88,11 @@ def test_rules_see_the_names_as_they_grow() -> None:
     assert found == [QuantLinear, Linear, QuantLinear]
     with torchq.patch(config):
         net = Net()
-    assert [type(m) for m in (*net.body, *net.head)] == [QuantLinear, QuantLinear, Linear]
+    assert [type(m) for m in (*net.body, *net.head)] == [
+        QuantLinear,
+        QuantLinear,
+        Linear,
+    ]
 
 
 def test_what_the_script_quantized_itself_stays() -> None:
@@ -96,7 +106,9 @@ def test_what_the_script_quantized_itself_stays() -> None:
 def test_shared_layers_and_lists() -> None:
     with torchq.patch():
         layer = Linear(2, 2)
-        model = Sequential(layer, nn.ModuleList([layer]), nn.ModuleDict({"a": Linear(2, 2)}))
+        model = Sequential(
+            layer, nn.ModuleList([layer]), nn.ModuleDict({"a": Linear(2, 2)})
+        )
         model.add_module("b", Linear(2, 2))
         model.register_module("c", None)
     assert model[0] is model[1][0] is layer
@@ -114,7 +126,9 @@ def test_a_model_built_in_another_thread_meanwhile_is_whole() -> None:
 
 
 def test_patch_refuses_what_needs_the_whole_model() -> None:
-    with pytest.raises(ConfigError, match=r"patch: rule .*first layer.*: needs the whole model"):
+    with pytest.raises(
+        ConfigError, match=r"patch: rule .*first layer.*: needs the whole model"
+    ):
         torchq.patch(torchq.recipes.w4a4())
     with torchq.patch(torchq.recipes.w4a4(first_last=None)):
         model = nn.Sequential(nn.Linear(2, 2))

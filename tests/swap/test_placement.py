@@ -112,7 +112,9 @@ def test_kernels_take_no_more_of_a_parametrized_layer_than_of_others() -> None:
     for target in ("onnxruntime", "qnn", "tensorrt"):
         plan = torchq.plan(model, target=target, example=torch.randn(1, 3, 8, 8))
         decisions = [plan.decision(path) for path in "13"]
-        first, second = ((d.input, d.weight, d.one_scale, d.note) for d in decisions if d)
+        first, second = (
+            (d.input, d.weight, d.one_scale, d.note) for d in decisions if d
+        )
         assert first == second
         assert (first[0] is None) == (target == "onnxruntime")
         assert first[2] == (target == "tensorrt")
@@ -158,7 +160,9 @@ def test_exclude_and_include_reach_operators() -> None:
     model = Residual()
     names = ["blocks.0.quant_add", "quant_cat"]
     report = torchq.quantize_(model, target="onnxruntime", exclude=names)
-    assert not hasattr(model.blocks[0], "quant_add") and hasattr(model.blocks[1], "quant_add")
+    assert not hasattr(model.blocks[0], "quant_add") and hasattr(
+        model.blocks[1], "quant_add"
+    )
     reasons = {d.name: d.reason for d in report.skipped if "quant" in d.name}
     assert reasons == dict.fromkeys(names, "excluded")
     model = Residual()
@@ -179,7 +183,9 @@ def test_untraceable_modules_are_reported_and_left() -> None:
     model = nn.Sequential(Untraceable(), Residual().blocks[0])
     report = torchq.quantize_(model, target="openvino")
     reasons = {d.name: d.reason for d in report.skipped}
-    assert reasons["0"].startswith("its code decides by the values of tensors; operators in it")
+    assert reasons["0"].startswith(
+        "its code decides by the values of tensors; operators in it"
+    )
     assert "QuantAdd" in reasons["0"]
     assert type(model[0]) is Untraceable
     assert {d.name for d in report.replaced} >= {"0.conv", "1.quant_add"}
@@ -199,13 +205,17 @@ def test_transformer_blocks_keep_their_sums_float() -> None:
     names: dict[str, Any] = {}
     for target in RUNTIMES:
         model = nn.Sequential(Block(), nn.Linear(4, 4))
-        names[target] = {d.name for d in torchq.quantize_(model, target=target).replaced}
+        names[target] = {
+            d.name for d in torchq.quantize_(model, target=target).replaced
+        }
     assert names["tensorrt"] == {"0.up", "1"}
     products = {"0.quant_matmul", "0.quant_matmul_1"}
     assert names["onnxruntime"] == names["openvino"] == {"0.up", "1", *products}
 
 
-def test_configs_without_fixed_ranges_are_refused_and_weights_alone_place_nothing() -> None:
+def test_configs_without_fixed_ranges_are_refused_and_weights_alone_place_nothing() -> (
+    None
+):
     rule = Rule("*", input=QuantDescriptor(dynamic=True), weight=QuantDescriptor())
     dynamic = QuantConfig((rule,))
     text = r"target tensorrt: the config quantizes activations as .*; expected a fixed range"
@@ -261,7 +271,10 @@ def test_layers_operators_and_containers_are_counted_apart() -> None:
 def test_an_input_that_a_target_leaves_float_is_named() -> None:
     model = nn.Sequential(nn.ConvTranspose2d(3, 4, 2), nn.Conv2d(4, 4, 5))
     decision = torchq.plan(model, target="onnxruntime").replaced[0]
-    assert decision.note == "its input stays float, as onnxruntime has no integer kernel for it"
+    assert (
+        decision.note
+        == "its input stays float, as onnxruntime has no integer kernel for it"
+    )
 
 
 class Sizes(nn.Module):
@@ -319,7 +332,10 @@ def test_operators_on_stored_numbers_get_no_quantizer() -> None:
     report = torchq.quantize_(model, target="onnxruntime", example=SMALL)
     reason = "it computes with stored numbers alone, so its result is stored too"
     assert {d.name: d.reason for d in report.skipped} == {"quant_cat": reason}
-    assert {d.name for d in report.operator_rows() if not d.reason} == {"quant_cat_1", "quant_add"}
+    assert {d.name for d in report.operator_rows() if not d.reason} == {
+        "quant_cat_1",
+        "quant_add",
+    }
 
 
 class Padded(nn.Module):
@@ -391,7 +407,9 @@ def test_a_pool_that_is_read_in_float_stays_float_for_openvino(
     report = torchq.plan(Pools(pool, reader).eval(), target="openvino", example=SMALL)
     reasons = {d.name: d.reason for d in report.skipped}
     assert "read" not in reasons
-    assert reasons["pool"] == "openvino computes wrong numbers where it is read in float"
+    assert (
+        reasons["pool"] == "openvino computes wrong numbers where it is read in float"
+    )
 
 
 class Sums(nn.Module):
@@ -404,7 +422,9 @@ class Sums(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         y = self.conv(x)
-        return self.end((y + y.tanh()).relu()), self.norm((y + y.sigmoid()).flatten(1, 2))
+        return self.end((y + y.tanh()).relu()), self.norm(
+            (y + y.sigmoid()).flatten(1, 2)
+        )
 
 
 def test_a_sum_that_is_read_in_float_stays_float_for_openvino() -> None:
@@ -419,7 +439,11 @@ class Tokens(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.norm, self.end = nn.Conv2d(3, 8, 4, 4), nn.LayerNorm(8), nn.Linear(8, 4)
+        self.conv, self.norm, self.end = (
+            nn.Conv2d(3, 8, 4, 4),
+            nn.LayerNorm(8),
+            nn.Linear(8, 4),
+        )
         self.token = nn.Parameter(torch.randn(1, 1, 8))
         self.place = nn.Parameter(torch.randn(1, 1, 8))
 

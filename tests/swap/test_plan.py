@@ -23,7 +23,9 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 4, 3)
-        self.body = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2))
+        self.body = nn.Sequential(
+            nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2)
+        )
         self.head = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -57,7 +59,10 @@ def test_include_and_exclude(options: dict[str, Any], expected: list[str]) -> No
 
 
 def test_the_last_rule_that_matches_decides() -> None:
-    rules = Rule("*", input=INT8, weight=INT8), Rule("type:Linear", input=INT4, weight=INT4)
+    rules = (
+        Rule("*", input=INT8, weight=INT8),
+        Rule("type:Linear", input=INT4, weight=INT4),
+    )
     own = Rule("head.1", skip=True), Rule("re:^body", weight=INT4)
     report = torchq.plan(Net(), QuantConfig((*rules, *own)))
     found = {d.name: (d.by, d.input, d.weight, d.reason) for d in report.decisions}
@@ -71,7 +76,9 @@ def test_the_last_rule_that_matches_decides() -> None:
 
 
 def test_a_pool_is_quantized_where_a_rule_says_so() -> None:
-    config = torchq.recipes.int8().with_rules(Rule("type:MaxPool2d", input=INT8, weight=INT8))
+    config = torchq.recipes.int8().with_rules(
+        Rule("type:MaxPool2d", input=INT8, weight=INT8)
+    )
     pool = torchq.plan(Net(), config).decision("body.3")
     assert (pool.input, pool.weight) == (INT8, None)
 
@@ -82,15 +89,27 @@ BODY = QuantConfig((Rule("body.1", input=INT8),))
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"exclude": "nope*"}, r"Net: pattern 'nope\*' matches no .* could .*; candidates are s"),
+        (
+            {"exclude": "nope*"},
+            r"Net: pattern 'nope\*' matches no .* could .*; candidates are s",
+        ),
         ({"include": ["stem", "nope"]}, "pattern 'nope' matches no module"),
-        ({"exclude": "head"}, r"pattern 'head' matches .* For everything below it write 'head.*'"),
+        (
+            {"exclude": "head"},
+            r"pattern 'head' matches .* For everything below it write 'head.*'",
+        ),
         ({"exclude": ["a", "b"]}, "pattern 'a', 'b' matches no module"),
         ({"config": BODY}, "pattern 'body.1' matches no module"),
-        ({"exclude": nn.Conv1d}, "pattern 'type:torch.nn.modules.conv.Conv1d' matches no module"),
+        (
+            {"exclude": nn.Conv1d},
+            "pattern 'type:torch.nn.modules.conv.Conv1d' matches no module",
+        ),
         ({"exclude": ""}, "pattern: got an empty string"),
         ({"include": "re:("}, r"pattern 're:\(': not a regular expression"),
-        ({"exclude": "*"}, r"nothing to quantize \(.*stem: excluded.*\); expected at least one m"),
+        (
+            {"exclude": "*"},
+            r"nothing to quantize \(.*stem: excluded.*\); expected at least one m",
+        ),
         ({"config": QuantConfig(())}, r"nothing to quantize \(.*no rule matches"),
     ],
 )
@@ -134,7 +153,9 @@ class OwnAttention(nn.MultiheadAttention):
         return super().forward(*args, **kwargs)
 
 
-NO_TWIN = r"no quantized twin of .*Unused, which .*pass example= .*torchq.nn.register.*Unus"
+NO_TWIN = (
+    r"no quantized twin of .*Unused, which .*pass example= .*torchq.nn.register.*Unus"
+)
 DIRECTLY = "its weight is read by nn.MultiheadAttention directly"
 SUBCLASS = r"a subclass of MultiheadAttention with code .*register a twin"
 
@@ -143,7 +164,11 @@ SUBCLASS = r"a subclass of MultiheadAttention with code .*register a twin"
     ("make", "name", "reason"),
     [
         (own_forward, "1", "forward was replaced on the instance"),
-        (lambda: parametrizations.weight_norm(nn.LSTM(3, 3), "weight_hh_l0"), "1", "parametrized;"),
+        (
+            lambda: parametrizations.weight_norm(nn.LSTM(3, 3), "weight_hh_l0"),
+            "1",
+            "parametrized;",
+        ),
         (lambda: nn.Conv2d(3, 4, 3, dtype=torch.complex64), "1", "complex dtype"),
         (lambda: nn.LazyLinear(3), "1", "not initialised yet; run one batch"),
         (lambda: nn.LSTM(3, 4), "1", "no rule matches"),
@@ -155,7 +180,9 @@ SUBCLASS = r"a subclass of MultiheadAttention with code .*register a twin"
     ],
 )
 @pytest.mark.filterwarnings("ignore:Sequential. only .* quantized")
-def test_every_candidate_that_stays_float_has_a_reason(make: Any, name: str, reason: str) -> None:
+def test_every_candidate_that_stays_float_has_a_reason(
+    make: Any, name: str, reason: str
+) -> None:
     report = torchq.quantize_(nn.Sequential(nn.Linear(2, 2), make()))
     assert [d.name for d in report.replaced] == ["0"]
     assert re.search(reason, {d.name: d.reason for d in report.skipped}[name])
@@ -167,12 +194,22 @@ def test_report_reads_well(monkeypatch: pytest.MonkeyPatch) -> None:
     report = torchq.plan(model, exclude="2", example=torch.ones(1, 4, 2))
     lines = report.table().splitlines()
     words = ("what", "input", "input", "SKIPPED")
-    assert len({line.index(word) for line, word in zip(lines, words, strict=False)}) == 1  # aligned
-    what, by = "input int8 per-tensor max, weight int8 axis=0 max", "type:torch.nn.modules."
+    assert (
+        len({line.index(word) for line, word in zip(lines, words, strict=False)}) == 1
+    )  # aligned
+    what, by = (
+        "input int8 per-tensor max, weight int8 axis=0 max",
+        "type:torch.nn.modules.",
+    )
     assert [re.split(r"  +", line) for line in lines] == [
         ["module", "type", "what", "by"],
         ["0", "Linear", what, f"{by}linear.Linear"],
-        ["1", "SamePadConv2d", f"{what}, at its call of conv2d", f"{by}conv.Conv[123]d"],
+        [
+            "1",
+            "SamePadConv2d",
+            f"{what}, at its call of conv2d",
+            f"{by}conv.Conv[123]d",
+        ],
         ["2", "Linear", "SKIPPED: excluded", "2"],
         ["2 quantized, 1 skipped, recipe int8; 84.6% of the multiply-adds quantized"],
     ]
@@ -217,7 +254,11 @@ def ends() -> nn.Module:
 
 
 def widths(report: torchq.swap.Plan) -> dict[str, tuple[int, str | None]]:
-    return {d.name: (d.weight.num_bits, d.by) for d in report.replaced if d.weight is not None}
+    return {
+        d.name: (d.weight.num_bits, d.by)
+        for d in report.replaced
+        if d.weight is not None
+    }
 
 
 def test_ends_keep_eight_bits_and_the_report_says_why() -> None:
@@ -230,8 +271,13 @@ def test_ends_keep_eight_bits_and_the_report_says_why() -> None:
 
 
 def test_excluding_the_last_layer_makes_no_other_the_last() -> None:
-    report = torchq.plan(ends(), torchq.recipes.integer(4, 4, first_last=8), exclude="5")
-    assert {name: bits for name, (bits, _) in widths(report).items()} == {"1": 8, "3": 4}
+    report = torchq.plan(
+        ends(), torchq.recipes.integer(4, 4, first_last=8), exclude="5"
+    )
+    assert {name: bits for name, (bits, _) in widths(report).items()} == {
+        "1": 8,
+        "3": 4,
+    }
 
 
 def test_one_layer_is_first_and_last() -> None:
@@ -257,5 +303,9 @@ def test_a_rule_must_match_its_layer_unless_it_is_optional() -> None:
     optional = Rule(nn.Linear, weight=INT8, position="first", optional=True)
     report = torchq.plan(ends(), QuantConfig((general, optional)))
     assert {bits for bits, _ in widths(report).values()} == {4}
-    with pytest.raises(ConfigError, match="the last layer is none; expected one that it matches"):
-        torchq.plan(nn.ReLU(), QuantConfig((general, Rule("*", weight=INT8, position="last"))))
+    with pytest.raises(
+        ConfigError, match="the last layer is none; expected one that it matches"
+    ):
+        torchq.plan(
+            nn.ReLU(), QuantConfig((general, Rule("*", weight=INT8, position="last")))
+        )

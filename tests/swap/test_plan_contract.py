@@ -41,7 +41,9 @@ class Stem(nn.Module):
         x = self.act(self.wise(self.act(self.first(x))))
         x = torch.cat([self.left(x).relu(), 40 * self.again(x)], 1)
         x = self.inner(F.max_pool2d(x, 2))
-        return torch.tanh(self.last(x)) * torch.sigmoid(x.mean((2, 3), keepdim=True)[:, :4])
+        return torch.tanh(self.last(x)) * torch.sigmoid(
+            x.mean((2, 3), keepdim=True)[:, :4]
+        )
 
 
 class Branching(nn.Module):
@@ -79,13 +81,22 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "branching": (Branching, IMAGE),
     "staged": (StagedNet, IMAGE),
     "fused": (fused, IMAGE),
-    "own padding": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), SamePadConv2d(8, 8, 3)), IMAGE),
+    "own padding": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), SamePadConv2d(8, 8, 3)),
+        IMAGE,
+    ),
     "transformer": (transformer, ROWS),
     "grids": (Mixed, IMAGE[..., :8, :8]),  # attention over each pixel
     "detector": (Distances, IMAGE),
     "recurrent": (lambda: nn.Sequential(nn.LSTM(8, 4, 2, bidirectional=True)), ROWS),
 }
-ZOO = ("resnet18", "mobilenet_v3_small", "densenet121", "squeezenet1_1", "shufflenet_v2_x0_5")
+ZOO = (
+    "resnet18",
+    "mobilenet_v3_small",
+    "densenet121",
+    "squeezenet1_1",
+    "shufflenet_v2_x0_5",
+)
 
 
 def made(name: str) -> tuple[nn.Module, Tensor]:
@@ -94,7 +105,9 @@ def made(name: str) -> tuple[nn.Module, Tensor]:
         make, x = NETWORKS[name]
         return make().eval(), x
     models = pytest.importorskip("torchvision.models")
-    return models.get_model(name, weights=None, num_classes=4).eval(), torch.randn(1, 3, 64, 64)
+    return models.get_model(name, weights=None, num_classes=4).eval(), torch.randn(
+        1, 3, 64, 64
+    )
 
 
 SMALL = [
@@ -103,18 +116,25 @@ SMALL = [
     for target in (None, "onnxruntime", "openvino")
     for has_example in (False, True)
 ]
-SMALL += [pytest.param(name, "tensorrt", True, id=f"{name}-tensorrt") for name in NETWORKS]
+SMALL += [
+    pytest.param(name, "tensorrt", True, id=f"{name}-tensorrt") for name in NETWORKS
+]
 LARGE = [pytest.param(name, "onnxruntime", True, id=name) for name in ZOO[:1]]
 SLOW = [
-    pytest.param(name, "onnxruntime", True, id=name, marks=pytest.mark.slow) for name in ZOO[1:]
+    pytest.param(name, "onnxruntime", True, id=name, marks=pytest.mark.slow)
+    for name in ZOO[1:]
 ]
 
 
 def check_grids(model: nn.Module, plan: Plan) -> None:
     """Check that quantizers and layers have the codes and biases that a plan names."""
-    slots = {f"{n}.{s}_quantizer" for d in plan.replaced for n in d.names for s in d.unsigned}
+    slots = {
+        f"{n}.{s}_quantizer" for d in plan.replaced for n in d.names for s in d.unsigned
+    }
     found = {p for p, q in quantizer_slots(model) if q.keeps_sign}
-    assert found == slots and all(model.get_submodule(p).descriptor.unsigned is True for p in slots)
+    assert found == slots and all(
+        model.get_submodule(p).descriptor.unsigned is True for p in slots
+    )
     for decision in plan.replaced:
         module = model.get_submodule(decision.name)
         marks = (getattr(module, "bias_format", ""), getattr(module, "rounded_by", ""))
@@ -140,7 +160,9 @@ def test_plan_report_copy_file_and_loaded_model_agree(
     report = torchq.quantize_(model, config, **options, progress=False)
     assert planned == report == plan_of(model)
     assert planned == Plan.from_dict(json.loads(json.dumps(planned.to_dict())))
-    assert planned == pickle.loads(pickle.dumps(planned)) == plan_of(copy.deepcopy(model))
+    assert (
+        planned == pickle.loads(pickle.dumps(planned)) == plan_of(copy.deepcopy(model))
+    )
     if target is not None and has_example:
         check_grids(model, report)
     torchq.save(model, tmp_path / "m.pt")
@@ -151,7 +173,9 @@ def test_plan_report_copy_file_and_loaded_model_agree(
         with torch.no_grad():
             results = [m(x) for m in (model, loaded, fresh)]
         for other in results[1:]:
-            torch.testing.assert_close(other, results[0], rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(
+                other, results[0], rtol=0, atol=0, equal_nan=True
+            )
         assert torchq.restore_(fresh) and plan_of(fresh).decisions == ()
 
 
@@ -165,12 +189,19 @@ def test_the_networks_show_every_kind_of_decision() -> None:
         *("first", "wise", "left", "inner.0", "last")
     }
     assert plan.decision("quant_cat").ranges == 2 and plan.shared
-    assert plan.decision("again").names == ("right", "again") and plan.operators[""].sites
+    assert (
+        plan.decision("again").names == ("right", "again") and plan.operators[""].sites
+    )
     assert {d.name for d in plan.replaced} >= {"inner.1"} and "act" not in plan.modes
-    assert "0.layers.0.self_attn.softmax_quantizer" in torchq.plan(made("transformer")[0]).modes
+    assert (
+        "0.layers.0.self_attn.softmax_quantizer"
+        in torchq.plan(made("transformer")[0]).modes
+    )
     model, x = made("branching")
     plan = torchq.plan(model, target="onnxruntime", example=x)
-    assert plan.decision("kernel_call").input is not None and set(plan.placed) == {"own"}
+    assert plan.decision("kernel_call").input is not None and set(plan.placed) == {
+        "own"
+    }
     assert plan.share is not None and plan.work is not None and plan.work.measured
 
 
@@ -180,11 +211,15 @@ def test_two_runs_decide_everything_and_two_compare(name: str, check: bool) -> N
     model, x = made(name)
     calls: list[nn.Module] = []
     model.register_forward_pre_hook(lambda module, _: calls.append(module))
-    torchq.quantize_(model, target="onnxruntime", example=x, check=check, progress=False)
+    torchq.quantize_(
+        model, target="onnxruntime", example=x, check=check, progress=False
+    )
     assert len(calls) == (4 if check else 2)
 
 
-def test_a_model_that_was_changed_by_hand_has_the_plan_of_what_it_is(tmp_path: Path) -> None:
+def test_a_model_that_was_changed_by_hand_has_the_plan_of_what_it_is(
+    tmp_path: Path,
+) -> None:
     model, x = made("staged")
     report = torchq.quantize_(model, exclude="head.0", example=x)
     model.stem.input_quantizer.mode = "off"
@@ -213,17 +248,26 @@ def test_explain_says_who_decided_what_and_why() -> None:
     plan = torchq.plan(model, target="onnxruntime", example=x, exclude="last")
     assert "excluded; decided by last" in plan.explain("last")
     assert plan.verdict().endswith("; evaluation computes the codes of onnxruntime")
-    assert "evaluation" not in torchq.plan(model, target="openvino", example=x).verdict()
+    assert (
+        "evaluation" not in torchq.plan(model, target="openvino", example=x).verdict()
+    )
     assert "one range with" in plan.explain(plan.shared[0][0])
     assert plan.explain("nobody") == "nobody: nothing is decided about it"
 
 
 def test_a_printed_plan_is_a_screen_that_names_every_exception() -> None:
-    blocks = [nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.MaxPool2d(2)) for _ in range(40)]
+    blocks = [
+        nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.MaxPool2d(2)) for _ in range(40)
+    ]
     plan = torchq.plan(nn.Sequential(*blocks, nn.Linear(8, 2)), exclude=["3.0", "5.0"])
     lines = str(plan).splitlines()
-    assert len(lines) <= 25 and lines[-1] == plan.verdict() == plan.table().splitlines()[-1]
+    assert (
+        len(lines) <= 25
+        and lines[-1] == plan.verdict() == plan.table().splitlines()[-1]
+    )
     text = " ".join(str(plan).split())
     assert "SKIPPED: excluded 2 Conv2d 3.0, 5.0" in text
-    assert "SKIPPED: no rule matches 40 MaxPool2d" in text and "plan.explain(path)" in text
+    assert (
+        "SKIPPED: no rule matches 40 MaxPool2d" in text and "plan.explain(path)" in text
+    )
     assert len(plan.table().splitlines()) > len(plan.decisions)

@@ -28,8 +28,12 @@ def test_restore_gives_everything_back() -> None:
         torchq.calibrate(model, [X], progress=False)
         assert not torch.equal(model(X), expected)
         assert torchq.restore_(model)
-        assert [type(m) for m in model.modules()] == classes and list(model.state_dict()) == keys
-        assert {n: id(v) for n, v in (*model.named_parameters(), *model.named_modules())} == objects
+        assert [type(m) for m in model.modules()] == classes and list(
+            model.state_dict()
+        ) == keys
+        assert {
+            n: id(v) for n, v in (*model.named_parameters(), *model.named_modules())
+        } == objects
         assert torch.equal(model(X), expected)
     assert torchq.restore_(model) == ()
 
@@ -47,7 +51,9 @@ def test_a_second_time_quantizes_what_is_left() -> None:
         torchq.quantize_(model)
 
 
-def test_an_interrupted_restore_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_restore_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     torchq.quantize_(model)
     done: list[nn.Module] = []
@@ -82,13 +88,18 @@ class Block(nn.Module):
 
 def blocks() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(Block(3), nn.Sequential(Block(3), nn.Flatten(), nn.Linear(48, 2))).eval()
+    return nn.Sequential(
+        Block(3), nn.Sequential(Block(3), nn.Flatten(), nn.Linear(48, 2))
+    ).eval()
 
 
 def test_each_place_gets_a_range_and_the_shared_object_stays_float() -> None:
     model, other = blocks(), blocks()
     report = torchq.quantize_(model, target="onnxruntime")
-    assert [d.name for d in report.replaced if d.class_name == "SiLU"] == ["0.act", "1.0.act"]
+    assert [d.name for d in report.replaced if d.class_name == "SiLU"] == [
+        "0.act",
+        "1.0.act",
+    ]
     first = model[0].act
     second = model[1][0].act
     assert isinstance(first, QuantSiLU) and isinstance(second, QuantSiLU)
@@ -96,7 +107,10 @@ def test_each_place_gets_a_range_and_the_shared_object_stays_float() -> None:
     torchq.calibrate(model, [IMAGE], progress=False)
     assert first.input_quantizer.amax != second.input_quantizer.amax
     assert type(Block.default_act) is nn.SiLU and other[0].act is Block.default_act
-    assert [name for name, _ in first.named_children()] == ["input_quantizer", "gate_quantizer"]
+    assert [name for name, _ in first.named_children()] == [
+        "input_quantizer",
+        "gate_quantizer",
+    ]
     assert not list(Block.default_act.children())
     with torchq.disabled(model, "*"):
         assert torch.equal(model(IMAGE), other(IMAGE))
@@ -122,7 +136,11 @@ class Counted(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.norm, self.b = nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1)
+        self.a, self.norm, self.b = (
+            nn.Conv2d(3, 8, 1),
+            nn.BatchNorm2d(8),
+            nn.Conv2d(8, 8, 1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         if isinstance(x, Tensor):
@@ -175,7 +193,9 @@ def test_a_module_that_multiplied_no_weight_needs_no_row() -> None:
 def test_the_model_remembers_its_target(check: bool) -> None:
     model = net()
     example = torch.randn(1, 3, 4, 4)
-    torchq.quantize_(model, target="onnxruntime", example=example, check=check, progress=False)
+    torchq.quantize_(
+        model, target="onnxruntime", example=example, check=check, progress=False
+    )
     assert planned_target(model) == "onnxruntime"
     torchq.restore_(model)
     assert planned_target(model) is None

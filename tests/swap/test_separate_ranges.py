@@ -56,11 +56,15 @@ class Branches(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         joined = torch.cat([self.left(x), self.right(x) * 0.01], 1)
-        shuffled = joined.view(2, 2, 4, 5, 5).transpose(1, 2).contiguous().view(2, 8, 5, 5)
+        shuffled = (
+            joined.view(2, 2, 4, 5, 5).transpose(1, 2).contiguous().view(2, 8, 5, 5)
+        )
         return self.behind(shuffled.chunk(2, 1)[0])
 
 
-@pytest.mark.parametrize(("behind", "ranges"), [(nn.Conv2d(4, 4, 1), 1), (nn.Softmax(1), 2)])
+@pytest.mark.parametrize(
+    ("behind", "ranges"), [(nn.Conv2d(4, 4, 1), 1), (nn.Softmax(1), 2)]
+)
 def test_tensors_that_are_read_together_alone_share_the_range_of_the_next_layer(
     behind: nn.Module, ranges: int
 ) -> None:
@@ -106,7 +110,9 @@ def test_tensors_with_and_without_negative_values_are_separate(
     torchq.quantize_(model, target="onnxruntime", example=x)
     torchq.calibrate(model, [x], progress=False)
     assert model.quant_cat.ranges == ranges
-    torchq.export_onnx(model, x, path, target="onnxruntime", dynamo=False, progress=False)
+    torchq.export_onnx(
+        model, x, path, target="onnxruntime", dynamo=False, progress=False
+    )
     report = torchq.inspect_onnx(path)
     # The first convolution includes its ReLU, and the pooling reads its codes.
     assert report.counts["QLinearConv"] == 2

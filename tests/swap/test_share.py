@@ -14,7 +14,13 @@ X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 def convs() -> nn.Sequential:
     """8 * 27 * 36 and 8 * 72 * 16 multiply-adds for an image, and 8 * 16 * 5 in the head."""
-    layers = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 5)
+    layers = (
+        nn.Conv2d(3, 8, 3),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3),
+        nn.Flatten(),
+        nn.Linear(128, 5),
+    )
     return nn.Sequential(*layers).eval()
 
 
@@ -23,11 +29,15 @@ def last_line(report: object) -> str:
 
 
 @pytest.mark.parametrize("function", [torchq.plan, torchq.quantize_])
-def test_the_last_line_says_how_many_multiply_adds_are_quantized(function: object) -> None:
+def test_the_last_line_says_how_many_multiply_adds_are_quantized(
+    function: object,
+) -> None:
     assert callable(function)
     work = {"0": 8 * 27 * 36, "2": 8 * 72 * 16, "4": 128 * 5}
     share = 1 - work["2"] / sum(work.values())
-    counts, _, text = last_line(function(convs(), exclude="2", example=X)).partition("; ")
+    counts, _, text = last_line(function(convs(), exclude="2", example=X)).partition(
+        "; "
+    )
     assert counts == "2 quantized, 1 skipped, recipe int8"
     assert text == f"{share:.1%} of the multiply-adds quantized"
 
@@ -47,7 +57,11 @@ def test_what_the_user_excludes_is_no_reason_to_warn() -> None:
 
 
 def test_few_multiply_adds_are_warned_of_with_the_largest_reason_first() -> None:
-    layers = nn.ConvTranspose2d(3, 8, 3), nn.ConvTranspose2d(8, 8, 3), nn.Conv2d(8, 1, 12)
+    layers = (
+        nn.ConvTranspose2d(3, 8, 3),
+        nn.ConvTranspose2d(8, 8, 3),
+        nn.Conv2d(8, 1, 12),
+    )
     model = nn.Sequential(*layers).eval()
     text = (
         r"^Sequential: only \d+\.\d% of the multiply-adds quantized\. Float stay 2 "
@@ -76,13 +90,18 @@ def test_recurrent_layers_that_stay_float_are_named_with_the_way_to_quantize_the
     model = Tagger().eval()
     x = torch.randn(2, 5, 6)
     gates = 4 if kind is nn.LSTM else 3
-    share = 8 * 3 / (8 * 3 + gates * 8 * (6 + 8))  # The same for weights and for multiply-adds.
+    share = (
+        8 * 3 / (8 * 3 + gates * 8 * (6 + 8))
+    )  # The same for weights and for multiply-adds.
     text = rf"{kind.__name__}: no rule matches; torchq\.recipes\.int8\(recurrent=True\)"
     with pytest.warns(UserWarning, match=text):
         report = torchq.quantize_(model, example=x if measured else None)
     assert report.share.quantized == pytest.approx(share)
     torchq.restore_(model)
-    assert torchq.quantize_(model, torchq.recipes.int8(recurrent=True)).share.quantized == 1
+    assert (
+        torchq.quantize_(model, torchq.recipes.int8(recurrent=True)).share.quantized
+        == 1
+    )
 
 
 def test_products_in_forwards_count_where_the_target_quantizes_them() -> None:

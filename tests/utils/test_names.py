@@ -45,11 +45,16 @@ def is_linear(name: str, module: nn.Module) -> bool:
     ],
 )
 def test_patterns(pattern: Any, selects: bool) -> None:
-    assert matches(check_pattern(pattern), ["layer1.0.conv"], nn.Conv2d(1, 1, 1)) is selects
+    assert (
+        matches(check_pattern(pattern), ["layer1.0.conv"], nn.Conv2d(1, 1, 1))
+        is selects
+    )
 
 
 def test_any_name_of_a_shared_module_will_do() -> None:
-    assert matches("b", ["a", "b"], nn.ReLU()) and not matches("c", ["a", "b"], nn.ReLU())
+    assert matches("b", ["a", "b"], nn.ReLU()) and not matches(
+        "c", ["a", "b"], nn.ReLU()
+    )
     assert matches(lambda name, module: name == "b", ["a", "b"], nn.ReLU())
 
 
@@ -75,7 +80,9 @@ def test_texts() -> None:
 def test_modules_with_all_their_names() -> None:
     shared = nn.ReLU()
     model = nn.Sequential(shared, nn.Sequential(shared))
-    assert [(names, type(module).__name__) for names, module in modules_with_names(model)] == [
+    assert [
+        (names, type(module).__name__) for names, module in modules_with_names(model)
+    ] == [
         (("",), "Sequential"),
         (("0", "1.0"), "ReLU"),
         (("1",), "Sequential"),
@@ -107,7 +114,13 @@ def test_registry() -> None:
     registry: Registry[str, int] = Registry("thing")
     assert registry.add("a", 1) == 1
     registry.register("b")(2)
-    assert (list(registry), len(registry), "a" in registry, registry["b"], registry.get("c")) == (
+    assert (
+        list(registry),
+        len(registry),
+        "a" in registry,
+        registry["b"],
+        registry.get("c"),
+    ) == (
         ["a", "b"],
         2,
         True,
@@ -117,7 +130,9 @@ def test_registry() -> None:
     text = "thing 'a' is registered already, as 1; expected a new key"
     with pytest.raises(ConfigError, match=text):
         registry.add("a", 3)
-    with pytest.raises(ConfigError, match="unknown thing 'c'; expected one of: 'a', 'b'"):
+    with pytest.raises(
+        ConfigError, match="unknown thing 'c'; expected one of: 'a', 'b'"
+    ):
         registry["c"]
     registry.remove("a")
     assert list(registry) == ["b"]

@@ -45,7 +45,9 @@ def test_a_bar_shows_the_rate_and_the_time_left(
     on_a_terminal(monkeypatch)
     assert list(progress_bar([1, 2, 3], description="calibrate")) == [1, 2, 3]
     text = capsys.readouterr().err
-    assert "calibrate:" in text and "/3" in text and "batch/s" in text and "00:00<" in text
+    assert (
+        "calibrate:" in text and "/3" in text and "batch/s" in text and "00:00<" in text
+    )
     assert list(progress_bar(iter([1, 2]), description="x", enabled=False)) == [1, 2]
     assert capsys.readouterr().err == ""
 
@@ -107,7 +109,9 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None]]:
 
 
 def network() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3))
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3)
+    )
 
 
 def test_functions_show_a_bar_unless_told_not_to(

@@ -61,7 +61,13 @@ class Keeps(nn.Module):
 
 def snapshot(model: Any) -> list[Any]:
     """Return what ``Keeps`` changes, as plain numbers."""
-    tensors = [model.buffer, model.plain, *model.items, *model.rows["a"], model.cache.keys]
+    tensors = [
+        model.buffer,
+        model.plain,
+        *model.items,
+        *model.rows["a"],
+        model.cache.keys,
+    ]
     numbers = [tensor.tolist() for tensor in (*tensors, model.fc.weight)]
     state = [model.count, len(model.items), sorted(model.rows), list(model.queue)]
     return [*numbers, *state, model.cache.count, hasattr(model, "new")]
@@ -83,7 +89,13 @@ def test_all_that_a_forward_keeps_is_put_back() -> None:
 def test_all_that_a_call_that_fails_kept_is_put_back() -> None:
     model = Keeps()
     before = snapshot(model)
-    numbers = [model.buffer, model.plain, *model.items, *model.rows["a"], model.cache.keys]
+    numbers = [
+        model.buffer,
+        model.plain,
+        *model.items,
+        *model.rows["a"],
+        model.cache.keys,
+    ]
 
     def fail() -> None:
         with undone_on_error(model, written=numbers):

@@ -154,8 +154,12 @@ def test_the_numbers_of_parameters_are_put_back(make: Callable[[], nn.Module]) -
     with state_kept(model):
         model(torch.ones(2, 8))
         after = model.state_dict()
-        assert any(not torch.equal(after[name], value) for name, value in before.items())
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        assert any(
+            not torch.equal(after[name], value) for name, value in before.items()
+        )
+    assert all(
+        torch.equal(value, before[name]) for name, value in model.state_dict().items()
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.*of the multiply-adds quantized:UserWarning")
@@ -177,7 +181,9 @@ class Residual(Base):
 
 
 def test_parameters_that_are_only_read_are_not_kept_twice() -> None:
-    model = nn.Sequential(Base(), Residual(), nn.Linear(8, 8), nn.MultiheadAttention(8, 2))
+    model = nn.Sequential(
+        Base(), Residual(), nn.Linear(8, 8), nn.MultiheadAttention(8, 2)
+    )
     assert written_parameters(model) == []
 
 

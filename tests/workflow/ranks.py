@@ -48,7 +48,10 @@ def quantized() -> nn.Module:
 def batches(rank: int) -> list[Tensor]:
     """Two batches for rank 0, three for rank 1; only rank 1 reaches the branch."""
     generator = torch.Generator().manual_seed(rank)
-    data = [torch.randn(4, 3, 8, 8, generator=generator) * (1 + rank) for _ in range(2 + rank)]
+    data = [
+        torch.randn(4, 3, 8, 8, generator=generator) * (1 + rank)
+        for _ in range(2 + rank)
+    ]
     for x in data:
         x[0, 0, 0, 0] = 200.0 * rank
     return data
@@ -103,10 +106,16 @@ def run(folder: Path) -> None:
     data = batches(rank)
     found: dict[str, Any] = {}
     for method in METHODS:
-        found[method] = calibrated(lambda model: model, data, method=method, group=world)
+        found[method] = calibrated(
+            lambda model: model, data, method=method, group=world
+        )
     found["ddp"] = calibrated(DistributedDataParallel, data, group=world)
-    found["ddp no batches"] = calibrated(DistributedDataParallel, data if rank else [], group=world)
-    found["no batches"] = calibrated(lambda model: model, data if rank else [], group=world)
+    found["ddp no batches"] = calibrated(
+        DistributedDataParallel, data if rank else [], group=world
+    )
+    found["no batches"] = calibrated(
+        lambda model: model, data if rank else [], group=world
+    )
     bad = [x.clone() for x in data]
     if rank:
         bad[0][0, 0, 1, 1] = torch.nan
@@ -116,7 +125,9 @@ def run(folder: Path) -> None:
         warnings.simplefilter("always")
         found["one shot"] = calibrated(lambda model: model, one_shot, group=world)
     found["one shot warned"] = [str(warning.message) for warning in caught]
-    found["unseen"] = calibrated(lambda model: model, data if not rank else [], group=world)
+    found["unseen"] = calibrated(
+        lambda model: model, data if not rank else [], group=world
+    )
     found["alone"], found["warned"] = without_group(data, None)
     found["alone on purpose"], found["not warned"] = without_group(
         data, [dist.new_group([i]) for i in range(2)][rank]

@@ -60,7 +60,9 @@ class Named(nn.Module):
 )
 def test_kinds_of_batches(wrap: Any, scale: float, data: list[Tensor]) -> None:
     model = simulated(Named(), [wrap(x) for x in data])
-    assert model.fc.input_quantizer.amax.item() == scale * max(x.abs().max().item() for x in data)
+    assert model.fc.input_quantizer.amax.item() == scale * max(
+        x.abs().max().item() for x in data
+    )
 
 
 def test_own_forward_takes_any_batch(data: list[Tensor]) -> None:
@@ -91,7 +93,10 @@ def test_number_of_batches(given: int | None, count: int, data: list[Tensor]) ->
     model = net()
     torchq.calibrate(model, stream(), num_batches=given, correct=False, progress=False)
     assert len(taken) == count
-    assert model[0].input_quantizer.amax.item() == max(x.abs().max() for x in data[:count]).item()
+    assert (
+        model[0].input_quantizer.amax.item()
+        == max(x.abs().max() for x in data[:count]).item()
+    )
 
 
 def test_ranges_come_from_the_float_model(data: list[Tensor]) -> None:
@@ -101,13 +106,17 @@ def test_ranges_come_from_the_float_model(data: list[Tensor]) -> None:
     model.extend(floats)  # the same layers
     hidden = [floats[:2](x) for x in data]
     torchq.quantize_(
-        model, QuantConfig((Rule("*", input=QuantDescriptor(2), weight=QuantDescriptor(2)),))
+        model,
+        QuantConfig((Rule("*", input=QuantDescriptor(2), weight=QuantDescriptor(2)),)),
     )
     model[0].input_quantizer.set_amax(0.01)
     text = r"1 quantizers are calibrated already and keep their ranges \(0.input_quantizer\)"
     with pytest.warns(UserWarning, match=text):
         torchq.calibrate(model, data, progress=False)
-    assert model[2].input_quantizer.amax.item() == max(h.abs().max() for h in hidden).item()
+    assert (
+        model[2].input_quantizer.amax.item()
+        == max(h.abs().max() for h in hidden).item()
+    )
     assert model[0].weight_quantizer.amax.item() == model[0].weight.abs().max().item()
     assert model[0].input_quantizer.amax.item() == pytest.approx(0.01)
 
@@ -120,7 +129,9 @@ def test_modes_are_given_back(data: list[Tensor]) -> None:
     model[2].input_quantizer.mode = "off"
 
     def state() -> list[object]:
-        return [m.training for m in model.modules()] + [q.mode for q in quantizers(model).values()]
+        return [m.training for m in model.modules()] + [
+            q.mode for q in quantizers(model).values()
+        ]
 
     before = state()
     torchq.calibrate(model, data, progress=False, force=True)
@@ -133,9 +144,13 @@ def test_modes_are_given_back(data: list[Tensor]) -> None:
 def test_the_model_is_in_eval_mode_without_gradients(data: list[Tensor]) -> None:
     model = net()
     seen = []
-    model[1].register_forward_hook(lambda m, a, y: seen.append((m.training, y.requires_grad)))
+    model[1].register_forward_hook(
+        lambda m, a, y: seen.append((m.training, y.requires_grad))
+    )
     torchq.calibrate(model.train(), data[:1], progress=False)
-    assert seen == 3 * [(False, False)]  # for the ranges, for the correction and its comparison
+    assert seen == 3 * [
+        (False, False)
+    ]  # for the ranges, for the correction and its comparison
 
 
 def test_weights_need_no_data(data: list[Tensor]) -> None:
@@ -151,7 +166,9 @@ def test_weights_need_no_data(data: list[Tensor]) -> None:
     assert weights_only[0].weight_quantizer.calibrated
 
 
-def test_weights_follow_the_descriptor_and_activations_the_method(data: list[Tensor]) -> None:
+def test_weights_follow_the_descriptor_and_activations_the_method(
+    data: list[Tensor],
+) -> None:
     weight = QuantDescriptor(4, calib_method="mse")
     model = net(QuantConfig((Rule("*", input=QuantDescriptor(), weight=weight),)))
     torchq.calibrate(model, data, method="percentile", percentile=60.0, progress=False)
@@ -171,7 +188,9 @@ def test_what_is_known_is_kept(data: list[Tensor]) -> None:
     )
     torchq.calibrate(model, data, progress=False)
     before = ranges(model)
-    text = r"2 quantizers are calibrated already and keep their ranges \(0.*\); force=True"
+    text = (
+        r"2 quantizers are calibrated already and keep their ranges \(0.*\); force=True"
+    )
     with pytest.warns(UserWarning, match=text):
         torchq.calibrate(model, [10 * data[0]], progress=False)
     assert same(ranges(model), before)
@@ -191,7 +210,10 @@ def test_dynamic_quantizers_need_nothing(data: list[Tensor]) -> None:
 def test_a_single_quantizer_is_a_model_too(data: list[Tensor]) -> None:
     q = TensorQuantizer()
     torchq.calibrate(q, data, progress=False)
-    assert q.amax.item() == max(x.abs().max() for x in data).item() and q.mode == "quantize"
+    assert (
+        q.amax.item() == max(x.abs().max() for x in data).item()
+        and q.mode == "quantize"
+    )
 
 
 @pytest.mark.parametrize(
@@ -199,20 +221,40 @@ def test_a_single_quantizer_is_a_model_too(data: list[Tensor]) -> None:
     [
         ([], CalibrationError, "calibrate: got no batch; expected at least one"),
         (iter(()), CalibrationError, "got no batch; .*make a new one"),
-        (torch.ones(1, 4), ConfigError, r"got a Tensor as batches; .*Pass \[batch\] for one batch"),
-        (torch.ones(1, 4).numpy(), ConfigError, r"got a ndarray as batches; .*Pass \[batch\] for"),
+        (
+            torch.ones(1, 4),
+            ConfigError,
+            r"got a Tensor as batches; .*Pass \[batch\] for one batch",
+        ),
+        (
+            torch.ones(1, 4).numpy(),
+            ConfigError,
+            r"got a ndarray as batches; .*Pass \[batch\] for",
+        ),
         (5, ConfigError, "got a int as batches; expected an iterable of batches"),
-        ([torch.ones(1, 4).numpy()], ConfigError, r"got a batch of ndarray, .*from_numpy\(array\)"),
-        ({"x": torch.ones(1, 4)}, ConfigError, "got a dict as batches; expected an iterable of b"),
+        (
+            [torch.ones(1, 4).numpy()],
+            ConfigError,
+            r"got a batch of ndarray, .*from_numpy\(array\)",
+        ),
+        (
+            {"x": torch.ones(1, 4)},
+            ConfigError,
+            "got a dict as batches; expected an iterable of b",
+        ),
     ],
 )
-def test_what_is_no_batches_is_named(batches: Any, error: type[Exception], text: str) -> None:
+def test_what_is_no_batches_is_named(
+    batches: Any, error: type[Exception], text: str
+) -> None:
     with pytest.raises(error, match=text):
         torchq.calibrate(net(), batches, progress=False)
 
 
 def test_a_float_model_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"Linear has no quantizer; .*Run torchq.quantize_"):
+    with pytest.raises(
+        ConfigError, match=r"Linear has no quantizer; .*Run torchq.quantize_"
+    ):
         torchq.calibrate(nn.Linear(2, 2), [])
 
 
@@ -226,28 +268,76 @@ class Unread(list[Tensor]):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"num_batches": -1}, "calibrate: got num_batches=-1; expected an integer of at least 1"),
-        ({"num_batches": 0}, "calibrate: got num_batches=0; expected an integer of at least 1"),
+        (
+            {"num_batches": -1},
+            "calibrate: got num_batches=-1; expected an integer of at least 1",
+        ),
+        (
+            {"num_batches": 0},
+            "calibrate: got num_batches=0; expected an integer of at least 1",
+        ),
         ({"num_batches": "2"}, "calibrate: got num_batches='2'; expected an integer"),
         ({"num_batches": 1.5}, r"calibrate: got num_batches=1\.5; expected an integer"),
         ({"num_batches": True}, "calibrate: got num_batches=True; expected an integer"),
-        ({"method": "percentile", "percentile": 200}, "percentile: got 200; expected 0 < perc"),
-        ({"method": "percentile", "percentile": float("nan")}, "percentile: got nan; expected"),
-        ({"method": "percentile", "percentile": -1}, "percentile: got -1; expected 0 < perc"),
-        ({"method": "percentile", "percentile": "99"}, "got percentile='99'; expected a number"),
-        ({"method": "mse", "power": 2}, r"'mse': got options \['power'\]; expected none"),
-        ({"method": "mse", "num_bins": 2.5}, r"num_bins: got 2\.5; expected an integer"),
-        ({"method": "entropy", "num_bins": 1 << 30}, "num_bins: got 1073741824; expected an int"),
-        ({"method": "moving_average", "momentum": 1.0}, r"momentum.* got 1\.0; expected 0 <= mo"),
-        ({"method": "moving_average", "momentum": float("nan")}, "momentum.* got nan; expected"),
+        (
+            {"method": "percentile", "percentile": 200},
+            "percentile: got 200; expected 0 < perc",
+        ),
+        (
+            {"method": "percentile", "percentile": float("nan")},
+            "percentile: got nan; expected",
+        ),
+        (
+            {"method": "percentile", "percentile": -1},
+            "percentile: got -1; expected 0 < perc",
+        ),
+        (
+            {"method": "percentile", "percentile": "99"},
+            "got percentile='99'; expected a number",
+        ),
+        (
+            {"method": "mse", "power": 2},
+            r"'mse': got options \['power'\]; expected none",
+        ),
+        (
+            {"method": "mse", "num_bins": 2.5},
+            r"num_bins: got 2\.5; expected an integer",
+        ),
+        (
+            {"method": "entropy", "num_bins": 1 << 30},
+            "num_bins: got 1073741824; expected an int",
+        ),
+        (
+            {"method": "moving_average", "momentum": 1.0},
+            r"momentum.* got 1\.0; expected 0 <= mo",
+        ),
+        (
+            {"method": "moving_average", "momentum": float("nan")},
+            "momentum.* got nan; expected",
+        ),
         ({"method": "moving_average", "momentum": "x"}, "got options"),
-        ({"method": "mse", "timeout": 1}, r"'mse': got options \['timeout'\]; expected none"),
+        (
+            {"method": "mse", "timeout": 1},
+            r"'mse': got options \['timeout'\]; expected none",
+        ),
         ({"method": "auto"}, "calibrate: got method='auto'; expected one of: max, "),
-        ({"on_unseen": "ignore"}, "got on_unseen='ignore'; expected 'error', 'disable' or"),
+        (
+            {"on_unseen": "ignore"},
+            "got on_unseen='ignore'; expected 'error', 'disable' or",
+        ),
         ({"percentile": 9}, r"got options \['percentile'\]"),
-        ({"method": "activation"}, "calibrate: got method='activation'; expected one of: max, "),
-        ({"forward": 3}, "calibrate: got forward=3; expected a function of the model and a batch"),
-        ({"method": ["max"]}, r"calibrate: got method=\['max'\]; expected one of: max, "),
+        (
+            {"method": "activation"},
+            "calibrate: got method='activation'; expected one of: max, ",
+        ),
+        (
+            {"forward": 3},
+            "calibrate: got forward=3; expected a function of the model and a batch",
+        ),
+        (
+            {"method": ["max"]},
+            r"calibrate: got method=\['max'\]; expected one of: max, ",
+        ),
     ],
 )
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -260,12 +350,16 @@ def test_options_are_checked_before_any_batch(
     before = [(q.mode, q.calibrator, q.calibrated) for q in quantizers(model).values()]
     with pytest.raises(ConfigError, match=text):
         torchq.calibrate(model, Unread([torch.ones(1, 4)]), progress=False, **arguments)
-    assert before == [(q.mode, q.calibrator, q.calibrated) for q in quantizers(model).values()]
+    assert before == [
+        (q.mode, q.calibrator, q.calibrated) for q in quantizers(model).values()
+    ]
 
 
 def test_a_model_without_numbers_is_refused_before_any_batch() -> None:
     model = net().to("meta")
-    with pytest.raises(ConfigError, match=r"0\.input_quantizer: is on the meta device.*to_empty"):
+    with pytest.raises(
+        ConfigError, match=r"0\.input_quantizer: is on the meta device.*to_empty"
+    ):
         torchq.calibrate(model, Unread([torch.ones(1, 4)]), progress=False)
 
 
@@ -280,17 +374,23 @@ def test_nan_is_said_once_with_all_the_quantizers_that_saw_it() -> None:
     )
 
 
-def test_all_bad_weights_are_named_and_the_others_have_ranges(data: list[Tensor]) -> None:
+def test_all_bad_weights_are_named_and_the_others_have_ranges(
+    data: list[Tensor],
+) -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     torchq.quantize_(model)
     with torch.no_grad():
         model[0].weight[0, 0] = model[1].weight[1, 1] = float("nan")
-    with pytest.raises(CalibrationError, match=r"^calibrate: 0\.weight_q\w+, 1\.weight_q\w+: "):
+    with pytest.raises(
+        CalibrationError, match=r"^calibrate: 0\.weight_q\w+, 1\.weight_q\w+: "
+    ):
         torchq.calibrate(model, None, progress=False)
     assert model[2].weight_quantizer.calibrated
 
 
-def test_the_report_says_what_was_calibrated_kept_and_unseen(data: list[Tensor]) -> None:
+def test_the_report_says_what_was_calibrated_kept_and_unseen(
+    data: list[Tensor],
+) -> None:
     model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
     torchq.quantize_(model)
     model["a"].weight_quantizer.set_amax(3.0)
@@ -337,7 +437,9 @@ def calibrated(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-@pytest.mark.parametrize("late", [False, True], ids=["between batches", "between ranges"])
+@pytest.mark.parametrize(
+    "late", [False, True], ids=["between batches", "between ranges"]
+)
 @pytest.mark.parametrize("kind", KNOWN)
 def test_an_interruption_leaves_everything_as_it_was(
     kind: str, late: bool, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
@@ -345,7 +447,9 @@ def test_an_interruption_leaves_everything_as_it_was(
     model = KNOWN[kind]().train()
     calls = []
     before = copy.deepcopy(model.state_dict())
-    states = [(q.mode, str(q.descriptor), q.training) for q in quantizers(model).values()]
+    states = [
+        (q.mode, str(q.descriptor), q.training) for q in quantizers(model).values()
+    ]
     original = TensorQuantizer.finish_calibration
 
     def finish(self: TensorQuantizer) -> None:
@@ -390,10 +494,14 @@ def branched() -> Branched:
     return model
 
 
-def test_unseen_quantizers_are_named_and_only_those(branched: Branched, data: list[Tensor]) -> None:
+def test_unseen_quantizers_are_named_and_only_those(
+    branched: Branched, data: list[Tensor]
+) -> None:
     with pytest.raises(CalibrationError) as caught:
         torchq.calibrate(branched, data, progress=False)
-    assert "aux.0.input_quantizer, aux.2.input_quantizer in 3 batches" in str(caught.value)
+    assert "aux.0.input_quantizer, aux.2.input_quantizer in 3 batches" in str(
+        caught.value
+    )
     assert "head" not in str(caught.value) and "body" not in str(caught.value)
 
 
@@ -437,7 +545,9 @@ def test_the_vectors_of_spectral_norm_stay_in_a_model_that_trains() -> None:
     linear.parametrizations.weight.original.normal_()
     model = nn.Sequential(linear).train()
     torchq.quantize_(model, progress=False)
-    vectors = [name for name, _ in model.named_buffers() if name.endswith(("._u", "._v"))]
+    vectors = [
+        name for name, _ in model.named_buffers() if name.endswith(("._u", "._v"))
+    ]
     before = {name: model.get_buffer(name).clone() for name in vectors}
     torchq.calibrate(model, [torch.randn(4, 16)], progress=False)
     assert len(vectors) == 2 and model.training

@@ -41,7 +41,9 @@ def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_rank_has_the_ranges_of_one_process(results: Results, method: str) -> None:
+def test_every_rank_has_the_ranges_of_one_process(
+    results: Results, method: str
+) -> None:
     # Rank 0 never runs the branch, and the ranks have different numbers of batches.
     expected = one_process(batches(0) + batches(1), method=method)
     for found in results:
@@ -68,7 +70,9 @@ def test_a_rank_without_batches_gets_the_ranges_too(results: Results) -> None:
         assert_same_bits(found["ddp no batches"], expected)
 
 
-def test_all_ranks_go_without_a_correction_where_one_reads_once(results: Results) -> None:
+def test_all_ranks_go_without_a_correction_where_one_reads_once(
+    results: Results,
+) -> None:
     """The others waited for it in the correction for ever."""
     expected = one_process(batches(0) + batches(1))
     for found in results:
@@ -76,7 +80,9 @@ def test_all_ranks_go_without_a_correction_where_one_reads_once(results: Results
         assert any("can be read only once" in text for text in found["one shot warned"])
 
 
-def test_nan_on_one_rank_is_an_error_on_all_that_names_the_quantizer(results: Results) -> None:
+def test_nan_on_one_rank_is_an_error_on_all_that_names_the_quantizer(
+    results: Results,
+) -> None:
     for found in results:
         assert (
             "calibrate: stem.input_quantizer, head.input_quantizer: Calibrator: got NaN or "
@@ -94,7 +100,9 @@ def test_without_a_group_each_rank_is_alone_and_says_so(results: Results) -> Non
         expected = one_process(batches(rank), on_unseen="disable")
         for kind in ("alone", "alone on purpose"):
             assert found[kind].keys() == expected.keys()
-            assert all(torch.equal(found[kind][name], amax) for name, amax in expected.items())
+            assert all(
+                torch.equal(found[kind][name], amax) for name, amax in expected.items()
+            )
         assert len(found["warned"]) == 1 and not found["not warned"]
         assert found["warned"][0].startswith(
             "calibrate: this is one of 2 processes and uses its own batches alone"

@@ -53,7 +53,9 @@ WAYS = [export, deploy, verify]
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_merged_adapter_is_named(way: Callable[[Any, Path], None], tmp_path: Path) -> None:
+def test_a_merged_adapter_is_named(
+    way: Callable[[Any, Path], None], tmp_path: Path
+) -> None:
     model = simulated(net(), [BATCH], RECIPE)
     merge_adapter(model)
     expected = "0.weight_quantizer: the weight reaches far beyond the range that was found on it"
@@ -108,7 +110,9 @@ def test_ranges_that_somebody_set_are_no_reason_to_warn() -> None:
 
 
 @pytest.mark.parametrize("block_size", [None, 8])
-def test_a_range_of_two_ends_is_as_large_as_the_farther_one(block_size: int | None) -> None:
+def test_a_range_of_two_ends_is_as_large_as_the_farther_one(
+    block_size: int | None,
+) -> None:
     weight = QuantDescriptor(4, symmetric=False, unsigned=True, block_size=block_size)
     model = nn.Sequential(nn.Linear(16, 4))
     nn.init.uniform_(model[0].weight, -0.3, 0.1)
@@ -117,5 +121,7 @@ def test_a_range_of_two_ends_is_as_large_as_the_farther_one(block_size: int | No
     warn_of_changed_weights("deploy", model)
     with torch.no_grad():
         model[0].weight *= 2
-    with pytest.warns(UserWarning, match="0.weight_quantizer: the weight reaches far beyond"):
+    with pytest.warns(
+        UserWarning, match="0.weight_quantizer: the weight reaches far beyond"
+    ):
         warn_of_changed_weights("deploy", model)

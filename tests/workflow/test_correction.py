@@ -58,7 +58,9 @@ def test_the_own_error_of_each_layer_is_taken_back() -> None:
         read = plain[:i](x)
         expected = rows(floats[i](read)).mean(1)
         # The shift is float32, so a mean is exact to a few units in its last place.
-        torch.testing.assert_close(rows(model[i](read)).mean(1), expected, rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            rows(model[i](read)).mean(1), expected, rtol=0, atol=1e-6
+        )
         assert (rows(plain[i](read)).mean(1) - expected).abs().max() > 1e-5
         assert not model[i].output_gain.numel()
 
@@ -76,10 +78,14 @@ def test_gains_and_shifts_are_least_squares_behind_corrected_layers() -> None:
         found = rows(model[: i + 1](x))
         for channel in range(len(y)):
             a = torch.stack([r[channel], torch.ones_like(r[channel])], 1)
-            gain, shift = torch.linalg.lstsq(a, y[channel][:, None], driver="gelsd").solution[:, 0]
+            gain, shift = torch.linalg.lstsq(
+                a, y[channel][:, None], driver="gelsd"
+            ).solution[:, 0]
             if 0.5 < gain < 2:
                 expected = gain * r[channel] + shift
-                torch.testing.assert_close(found[channel], expected, rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(
+                    found[channel], expected, rtol=1e-5, atol=1e-5
+                )
     error = [(m(x) - floats(x)).square().mean() for m in (plain, model)]
     assert error[1] < 0.9 * error[0]
 
@@ -110,7 +116,9 @@ def test_the_report_says_which_error_is_left_and_what_helps() -> None:
 
 def test_weights_biases_and_parameters_stay() -> None:
     floats, model = net(), calibrated(W3)
-    assert dict(model.named_parameters()).keys() == dict(floats.named_parameters()).keys()
+    assert (
+        dict(model.named_parameters()).keys() == dict(floats.named_parameters()).keys()
+    )
     for one, other in zip(model.parameters(), floats.parameters(), strict=True):
         assert torch.equal(one, other)
     torchq.restore_(model)
@@ -184,7 +192,9 @@ def test_folding_a_norm_afterwards_keeps_what_is_computed() -> None:
 def test_batches_that_are_read_once_are_named() -> None:
     model = net()
     torchq.quantize_(model, torchq.recipes.int8())
-    with pytest.warns(UserWarning, match="can be read only once; expected a list or a loader"):
+    with pytest.warns(
+        UserWarning, match="can be read only once; expected a list or a loader"
+    ):
         report = torchq.calibrate(model, iter(batches()), progress=False)
     assert report.correction is None and model[0].input_quantizer.calibrated
     model = net()
@@ -220,7 +230,10 @@ def test_layers_that_are_left_alone_are_named() -> None:
         "unused": "no batch reached it",
         "pair": "it is no convolution or linear layer",
     }
-    assert "corrected bias of 1 layers, 3 not; used by the first of several calls" in str(report)
+    assert (
+        "corrected bias of 1 layers, 3 not; used by the first of several calls"
+        in str(report)
+    )
 
 
 def test_few_results_are_not_fitted_and_named() -> None:
@@ -252,7 +265,9 @@ def test_a_failed_correction_leaves_the_one_before() -> None:
     before = model(batches()[0])
     x = batches()[0].clone()
     x[0, 0, 0, 0] = float("nan")
-    with pytest.raises(CalibrationError, match="correction of results: 0: got NaN or infinite"):
+    with pytest.raises(
+        CalibrationError, match="correction of results: 0: got NaN or infinite"
+    ):
         correct_bias_(model, [x], progress=False)
     assert torch.equal(model(batches()[0]), before)
 
@@ -276,7 +291,9 @@ def test_bias_correction_is_the_same_algorithm_in_order(gains: bool) -> None:
     for i in LAYERS:
         expected = rows(floats[: i + 1](x)).mean(1)
         # Each batch moves the layers behind; the last one has seen two thirds before it.
-        torch.testing.assert_close(rows(model[: i + 1](x)).mean(1), expected, rtol=0, atol=3e-3)
+        torch.testing.assert_close(
+            rows(model[: i + 1](x)).mean(1), expected, rtol=0, atol=3e-3
+        )
     again = calibrated(torchq.recipes.integer(3, 8), False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -286,13 +303,19 @@ def test_bias_correction_is_the_same_algorithm_in_order(gains: bool) -> None:
 
 def test_a_model_without_biases_cannot_be_corrected() -> None:
     model = simulated(
-        nn.Sequential(nn.Linear(4, 4, bias=False)), [torch.rand(2, 4)], torchq.recipes.int8()
+        nn.Sequential(nn.Linear(4, 4, bias=False)),
+        [torch.rand(2, 4)],
+        torchq.recipes.int8(),
     )
-    with pytest.raises(ConfigError, match=r"got no layer to correct \(0: it has no bias"):
+    with pytest.raises(
+        ConfigError, match=r"got no layer to correct \(0: it has no bias"
+    ):
         correct_bias_(model, [torch.rand(2, 4)], progress=False)
 
 
-@pytest.mark.parametrize("config", [torchq.recipes.int8(), W3], ids=["own errors", "in order"])
+@pytest.mark.parametrize(
+    "config", [torchq.recipes.int8(), W3], ids=["own errors", "in order"]
+)
 def test_an_interrupted_correction_restores_everything(config: QuantConfig) -> None:
     """Wherever it is interrupted: while ranges are found, or in each run of the correction."""
     model = calibrated(config)
@@ -312,7 +335,9 @@ def test_an_interrupted_correction_restores_everything(config: QuantConfig) -> N
         left = run
         try:
             # Other data, which give other ranges and corrections.
-            torchq.calibrate(model, [3 * b for b in batches()], force=True, progress=False)
+            torchq.calibrate(
+                model, [3 * b for b in batches()], force=True, progress=False
+            )
         except KeyboardInterrupt:
             assert torch.equal(model(x), before)
             assert all(torch.equal(state[k], v) for k, v in model.state_dict().items())

@@ -146,7 +146,9 @@ def ratio(floats: nn.Module, model: nn.Module, batches: list[Tensor]) -> float:
             (result,) = results_in(one(x.clone()))
             results.append(result.double())
         state = torch.get_rng_state()
-        powers += torch.stack([results[0].square().sum(), (results[0] - results[1]).square().sum()])
+        powers += torch.stack(
+            [results[0].square().sum(), (results[0] - results[1]).square().sum()]
+        )
     return 10 * math.log10(powers[0] / powers[1])
 
 
@@ -177,7 +179,9 @@ def test_gains_are_near_one_whatever_a_forward_draws_or_chooses(
     """Pairs of different rows, or with different noise, made gains of 0.55."""
     torch.manual_seed(0)
     model = simulated(net().eval(), rows(9), W4)
-    gains = [m.output_gain for m in model.modules() if getattr(m, "is_corrected", False)]
+    gains = [
+        m.output_gain for m in model.modules() if getattr(m, "is_corrected", False)
+    ]
     assert gains and all(gain.mean() > 0.9 for gain in gains)
 
 
@@ -189,7 +193,8 @@ def test_batches_and_the_state_of_the_model_stay_as_they_are() -> None:
             copied = simulated(copy.deepcopy(model), batches, config)
             assert all(map(torch.equal, batches, rows()))
             assert all(
-                torch.equal(copied.state_dict()[name], value) for name, value in state.items()
+                torch.equal(copied.state_dict()[name], value)
+                for name, value in state.items()
             )
             assert getattr(copied, "calls", 0) == 0
 
@@ -216,8 +221,12 @@ def calls_of(model: nn.Module, batches: Any, config: Any, correct: bool) -> int:
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize(("config", "runs"), [(None, 2), (W4, 3)], ids=["8 bits", "4 bits"])
-def test_it_costs_few_runs_of_a_third_of_the_batches(config: Any, runs: int, shuffle: bool) -> None:
+@pytest.mark.parametrize(
+    ("config", "runs"), [(None, 2), (W4, 3)], ids=["8 bits", "4 bits"]
+)
+def test_it_costs_few_runs_of_a_third_of_the_batches(
+    config: Any, runs: int, shuffle: bool
+) -> None:
     """A loader that shuffles gives the same batches again, as it draws the same numbers."""
     data = TensorDataset(torch.cat(rows()))
     for batches in (rows(), DataLoader(data, batch_size=256, shuffle=shuffle)):
@@ -245,12 +254,16 @@ def test_the_report_says_how_many_batches_were_compared_and_what_changed() -> No
     report = torchq.calibrate(model, rows(9), progress=False)
     done = report.correction
     assert done is not None and done.outputs.batches == 3
-    assert f"; output {-10 * math.log10(done.outputs.before or 1):.1f} dB -> " in str(report)
+    assert f"; output {-10 * math.log10(done.outputs.before or 1):.1f} dB -> " in str(
+        report
+    )
     assert " dB on 3 batches" in str(report)
 
 
 @pytest.mark.parametrize("config", [None, W4], ids=["8 bits", "4 bits"])
-def test_a_wrong_fit_is_left_out_and_counted(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_fit_is_left_out_and_counted(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every fit adds a fifth of the deviation, and claims that it helps."""
     solve = correction._Fit.solve
 
@@ -299,7 +312,9 @@ class OneShot:
 def test_an_object_whose_batches_end_is_named(config: Any) -> None:
     model = Hooked().eval()
     torchq.quantize_(model, config)
-    with pytest.warns(UserWarning, match="can be read only once; expected a list or a loader"):
+    with pytest.warns(
+        UserWarning, match="can be read only once; expected a list or a loader"
+    ):
         report = torchq.calibrate(model, OneShot(), progress=False)
     assert report.batches == 6 and not model[0].is_corrected
 
@@ -317,7 +332,9 @@ class Rest(OneShot):
 def test_without_a_comparison_nothing_is_corrected() -> None:
     model = Hooked().eval()
     torchq.quantize_(model)
-    with pytest.warns(UserWarning, match="can be read only once; expected a list or a loader"):
+    with pytest.warns(
+        UserWarning, match="can be read only once; expected a list or a loader"
+    ):
         report = torchq.calibrate(model, Rest(), progress=False)
     assert report.correction is None and not model[0].is_corrected
 
@@ -417,7 +434,10 @@ def test_outputs_without_numbers_are_said_to_be_incomparable() -> None:
     torchq.quantize_(model)
     done = torchq.calibrate(model, rows(), progress=False).correction
     assert done is not None and done.layers
-    assert "the outputs of 2 batches cannot be compared with those of the float model" in done.line
+    assert (
+        "the outputs of 2 batches cannot be compared with those of the float model"
+        in done.line
+    )
 
 
 def test_a_function_of_the_user_may_return_anything() -> None:
@@ -432,5 +452,7 @@ def test_a_function_of_the_user_may_return_anything() -> None:
     for forward in (nothing, loss):
         model = Hooked().eval()
         torchq.quantize_(model)
-        done = torchq.calibrate(model, rows(), forward=forward, progress=False).correction
+        done = torchq.calibrate(
+            model, rows(), forward=forward, progress=False
+        ).correction
         assert done is not None and done.outputs.before is not None

@@ -36,7 +36,9 @@ class Net(nn.Module):
 X = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
 
 
-def quantized(config: torchq.QuantConfig | None = None, target: str | None = "openvino") -> Net:
+def quantized(
+    config: torchq.QuantConfig | None = None, target: str | None = "openvino"
+) -> Net:
     return simulated(Net().eval(), [X], config, target=target, example=X)
 
 
@@ -73,7 +75,9 @@ def operators(data: dict[str, Any]) -> dict[str, Any]:
 def rename_child(data: dict[str, Any], name: str) -> None:
     entry = operators(data)
     entry["sites"] = dict.fromkeys(entry["sites"], name)
-    row = next(row for row in data["torchq"]["decisions"] if row["names"] == ["quant_add"])
+    row = next(
+        row for row in data["torchq"]["decisions"] if row["names"] == ["quant_add"]
+    )
     row["names"] = [name]
 
 
@@ -83,7 +87,9 @@ GONE = object()
 
 def change(data: Any, path: str, value: Any) -> None:
     """Set an entry of nested dictionaries and lists, or delete it."""
-    *parents, last = (int(key) if key.lstrip("-").isdigit() else key for key in path.split("/"))
+    *parents, last = (
+        int(key) if key.lstrip("-").isdigit() else key for key in path.split("/")
+    )
     for key in parents:
         data = data[key]
     if value is GONE:
@@ -94,7 +100,12 @@ def change(data: Any, path: str, value: Any) -> None:
 
 AMAX, WEIGHT_AMAX = "first.input_quantizer.amax", "first.weight_quantizer.amax"
 FACTORS = "first.input_quantizer.pre_quant_scale"
-FUSION = {"kind": "batchnorm", "norms": ["x"], "layers": ["first"], "constant_pad": False}
+FUSION = {
+    "kind": "batchnorm",
+    "norms": ["x"],
+    "layers": ["first"],
+    "constant_pad": False,
+}
 BAD_RECORDS: list[tuple[str, Any, str]] = [
     ("version", GONE, "version: got None; expected 3"),
     ("version", "2", "version: got '2'"),
@@ -106,7 +117,11 @@ BAD_RECORDS: list[tuple[str, Any, str]] = [
     ("decisions/0", None, r"decisions\[0\]: got None"),
     ("decisions/0/names", [3], r"names\[0\]: got 3; expected a string"),
     ("decisions/0/names", [], r"decisions\[0\]\.names: got \[\]"),
-    ("decisions/0/result", {}, "expected the entries names, class, input, weight, output"),
+    (
+        "decisions/0/result",
+        {},
+        "expected the entries names, class, input, weight, output",
+    ),
     ("decisions/0/input", {"bits": 8}, r"decisions\[0\]\.input: .*bits"),
     ("decisions/0/input", {"num_bits": 10**30}, r"decisions\[0\]\.input"),
     ("decisions/0/reason", 3, r"decisions\[0\]\.reason: got 3; expected a string"),
@@ -130,7 +145,11 @@ RECORDS_OF_ANOTHER_MODEL: list[tuple[str, Any, str]] = [
 TENSORS_OF_ANOTHER_MODEL: list[tuple[str, Any, str]] = [
     ("first.bias", GONE, "first.bias is missing"),
     ("third.bias", torch.ones(1), "third.bias is not expected"),
-    ("second.weight", torch.ones(4, 4, 3, 3), r"has shape \(4, 4, 3, 3\), not \(4, 4, 1, 1\)"),
+    (
+        "second.weight",
+        torch.ones(4, 4, 3, 3),
+        r"has shape \(4, 4, 3, 3\), not \(4, 4, 1, 1\)",
+    ),
     ("second.weight", "text", "second.weight is a str"),
     ("second.bias", torch.ones(4) * 1j, "second.bias has the type torch.complex64"),
     ("second.bias", torch.ones(4).to_sparse(), "second.bias is not a dense tensor"),
@@ -147,8 +166,16 @@ TENSORS_OF_ANOTHER_MODEL: list[tuple[str, Any, str]] = [
 ]
 BAD_RANGES: list[tuple[str, Any, str]] = [
     (AMAX, torch.ones(7), r"amax has shape \(7,\); expected one value"),
-    (WEIGHT_AMAX, torch.ones(3, 1, 1, 1), rf"{WEIGHT_AMAX}: amax has shape \(3, 1, 1, 1\)"),
-    (AMAX, torch.ones(0, 3), r"amax of dtype torch.float32 and shape \(0, 3\); expected finite"),
+    (
+        WEIGHT_AMAX,
+        torch.ones(3, 1, 1, 1),
+        rf"{WEIGHT_AMAX}: amax has shape \(3, 1, 1, 1\)",
+    ),
+    (
+        AMAX,
+        torch.ones(0, 3),
+        r"amax of dtype torch.float32 and shape \(0, 3\); expected finite",
+    ),
     *(
         (
             AMAX,
@@ -158,7 +185,11 @@ BAD_RANGES: list[tuple[str, Any, str]] = [
         for value in (float("nan"), float("inf"), -1.0, 1e39)
     ),
     *(
-        (FACTORS, torch.tensor(value), f"{FACTORS}: got zero, negative, NaN or infinite values")
+        (
+            FACTORS,
+            torch.tensor(value),
+            f"{FACTORS}: got zero, negative, NaN or infinite values",
+        )
         for value in (0.0, -1.0, float("nan"))
     ),
     (FACTORS, torch.ones(5), r"got shape \(5,\); expected .* \(3, 1, 1\)"),
@@ -171,7 +202,10 @@ BAD: list[tuple[str, Any, type[Exception], str]] = [
     ("torchq/fusions", [FUSION], FuseError, "x"),
     ("state_dict", GONE, ConfigError, "got no 'state_dict'"),
     ("state_dict", [], ConfigError, "got no 'state_dict'"),
-    *((f"torchq/{path}", value, ConfigError, text) for path, value, text in BAD_RECORDS),
+    *(
+        (f"torchq/{path}", value, ConfigError, text)
+        for path, value, text in BAD_RECORDS
+    ),
     *(
         (f"torchq/{path}", value, QuantizationError, text)
         for path, value, text in RECORDS_OF_ANOTHER_MODEL
@@ -180,7 +214,10 @@ BAD: list[tuple[str, Any, type[Exception], str]] = [
         (f"state_dict/{path}", value, QuantizationError, text)
         for path, value, text in TENSORS_OF_ANOTHER_MODEL
     ),
-    *((f"state_dict/{path}", value, ConfigError, text) for path, value, text in BAD_RANGES),
+    *(
+        (f"state_dict/{path}", value, ConfigError, text)
+        for path, value, text in BAD_RANGES
+    ),
 ]
 
 
@@ -188,7 +225,12 @@ BAD: list[tuple[str, Any, type[Exception], str]] = [
 @pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")
 @pytest.mark.parametrize(("path", "value", "error", "text"), BAD)
 def test_bad_files_are_refused_and_change_nothing(
-    path: str, value: Any, error: type[Exception], text: str, data: dict[str, Any], tmp_path: Path
+    path: str,
+    value: Any,
+    error: type[Exception],
+    text: str,
+    data: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
     bad = copy.deepcopy(data)
     change(bad, path, value)
@@ -201,7 +243,11 @@ def test_bad_files_are_refused_and_change_nothing(
         ("first", QuantizationError, "has an attribute"),
         ("forward", QuantizationError, "an attribute"),
         ("class", ConfigError, "identifiers"),
-        ('z", None) or print("owned") or getattr(self, "0', ConfigError, "Python identifiers"),
+        (
+            'z", None) or print("owned") or getattr(self, "0',
+            ConfigError,
+            "Python identifiers",
+        ),
     ],
 )
 def test_children_of_impossible_names_are_refused(
@@ -226,7 +272,9 @@ def test_names_in_a_file_are_never_run(data: dict[str, Any], tmp_path: Path) -> 
     assert not mark.exists()
 
 
-def test_bytes_changed_at_random_give_named_errors(data: dict[str, Any], tmp_path: Path) -> None:
+def test_bytes_changed_at_random_give_named_errors(
+    data: dict[str, Any], tmp_path: Path
+) -> None:
     """A short version of a fuzz run; many of these files are whole archives with other numbers."""
     buffer = io.BytesIO()
     torch.save(data, buffer)
@@ -250,7 +298,9 @@ def test_bytes_changed_at_random_give_named_errors(data: dict[str, Any], tmp_pat
             before = snapshot(model)
 
 
-def test_a_changed_bit_of_the_numbers_is_found(data: dict[str, Any], tmp_path: Path) -> None:
+def test_a_changed_bit_of_the_numbers_is_found(
+    data: dict[str, Any], tmp_path: Path
+) -> None:
     torch.save(data, tmp_path / "good.pt")
     good = (tmp_path / "good.pt").read_bytes()
     source = random.Random(0)
@@ -285,7 +335,9 @@ def test_files_without_checksums_are_read(data: dict[str, Any], tmp_path: Path) 
     torch.save(data, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     for name in ("none.pt", "old.pt"):
         found = torchq.load(Net().eval(), tmp_path / name).state_dict()
-        assert all(torch.equal(found[key], value) for key, value in data["state_dict"].items())
+        assert all(
+            torch.equal(found[key], value) for key, value in data["state_dict"].items()
+        )
 
 
 def test_a_compressed_file_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
@@ -295,9 +347,13 @@ def test_a_compressed_file_is_refused_before_it_is_unpacked(tmp_path: Path) -> N
         zipfile.ZipFile(tmp_path / "bad.pt", "w", zipfile.ZIP_DEFLATED) as bad,
     ):
         for part in good.infolist():
-            zeros = bytes(1 << 25) if part.filename.endswith("data/0") else good.read(part)
+            zeros = (
+                bytes(1 << 25) if part.filename.endswith("data/0") else good.read(part)
+            )
             bad.writestr(part.filename, zeros)
-    with pytest.raises(ConfigError, match=r"\d+ bytes unpack to \d+, but torch.save does not"):
+    with pytest.raises(
+        ConfigError, match=r"\d+ bytes unpack to \d+, but torch.save does not"
+    ):
         torchq.load(Net(), tmp_path / "bad.pt")
 
 
@@ -306,7 +362,9 @@ def test_factors_of_the_input_are_those_of_the_file(tmp_path: Path) -> None:
     model = quantized()
     torchq.save(model, tmp_path / "plain.pt")
     scaled = quantized()
-    scaled.first.input_quantizer.pre_quant_scale = torch.tensor([1.0, 2.0, 0.5]).view(3, 1, 1)
+    scaled.first.input_quantizer.pre_quant_scale = torch.tensor([1.0, 2.0, 0.5]).view(
+        3, 1, 1
+    )
     torchq.save(scaled, tmp_path / "scaled.pt")
     other = quantized()
     other.first.input_quantizer.pre_quant_scale = torch.tensor(3.0)
@@ -379,7 +437,9 @@ CONFIGS: dict[str, Callable[[], Net]] = {
 @pytest.mark.sample(16)
 @pytest.mark.parametrize("into", CONFIGS)
 @pytest.mark.parametrize("saved", [name for name in CONFIGS if name != "float"])
-def test_loading_converts_whatever_the_model_was(saved: str, into: str, tmp_path: Path) -> None:
+def test_loading_converts_whatever_the_model_was(
+    saved: str, into: str, tmp_path: Path
+) -> None:
     """A W4A4 file makes an INT8 model W4A4; a float layer of the file is float afterwards."""
     model = CONFIGS[saved]()
     torchq.save(model, tmp_path / "m.pt")
@@ -390,12 +450,16 @@ def test_loading_converts_whatever_the_model_was(saved: str, into: str, tmp_path
 
 def test_a_quantizer_of_the_author_must_be_the_same(tmp_path: Path) -> None:
     def build(bits: int) -> nn.Module:
-        return nn.Sequential(nn.Linear(2, 2), torchq.TensorQuantizer(QuantDescriptor(bits)))
+        return nn.Sequential(
+            nn.Linear(2, 2), torchq.TensorQuantizer(QuantDescriptor(bits))
+        )
 
     model = build(8)
     torchq.quantize_(model)
     torchq.save(model, tmp_path / "m.pt")
-    with pytest.raises(QuantizationError, match=r"1: quantizes as int4 .*; expected int8"):
+    with pytest.raises(
+        QuantizationError, match=r"1: quantizes as int4 .*; expected int8"
+    ):
         torchq.load(build(4), tmp_path / "m.pt")
 
 
@@ -417,11 +481,15 @@ def test_a_failed_save_keeps_the_file_that_was_there(tmp_path: Path) -> None:
 
 
 def test_a_factory_of_no_module_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"factory returned a int; expected a torch\.nn\.Module"):
+    with pytest.raises(
+        ConfigError, match=r"factory returned a int; expected a torch\.nn\.Module"
+    ):
         torchq.load_model(lambda: 3, tmp_path / "m.pt")  # type: ignore[arg-type, return-value]
 
 
-def test_a_model_without_numbers_is_refused_before_anything_changes(tmp_path: Path) -> None:
+def test_a_model_without_numbers_is_refused_before_anything_changes(
+    tmp_path: Path,
+) -> None:
     model = nn.Sequential(nn.Linear(3, 2))
     torchq.quantize_(model)
     torchq.save(model, tmp_path / "m.pt")

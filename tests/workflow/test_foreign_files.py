@@ -50,7 +50,12 @@ def model() -> Net:
 
 def safetensors(state: dict[str, Tensor], path: Path) -> None:
     """Write the format by its description: a length, a JSON header, the bytes."""
-    names = {"torch.float32": "F32", "torch.int8": "I8", "torch.uint8": "U8", "torch.int64": "I64"}
+    names = {
+        "torch.float32": "F32",
+        "torch.int8": "I8",
+        "torch.uint8": "U8",
+        "torch.int64": "I64",
+    }
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     body = b""
     for name, tensor in state.items():
@@ -65,7 +70,9 @@ def safetensors(state: dict[str, Tensor], path: Path) -> None:
     path.write_bytes(len(text).to_bytes(8, "little") + text + body)
 
 
-def test_a_folder_of_hugging_face_gives_the_quantized_model(model: Net, tmp_path: Path) -> None:
+def test_a_folder_of_hugging_face_gives_the_quantized_model(
+    model: Net, tmp_path: Path
+) -> None:
     state = model.state_dict()
     del state["head.weight"]  # save_pretrained writes a tied tensor once
     safetensors(state, tmp_path / "model.safetensors")
@@ -73,7 +80,9 @@ def test_a_folder_of_hugging_face_gives_the_quantized_model(model: Net, tmp_path
     assert torch.equal(loaded(X), model(X))
     assert loaded.head.weight is loaded.first.weight
     assert loaded.head.input_quantizer.name == "head.input_quantizer"
-    assert torch.equal(torchq.load_model(Net, tmp_path / "model.safetensors").eval()(X), model(X))
+    assert torch.equal(
+        torchq.load_model(Net, tmp_path / "model.safetensors").eval()(X), model(X)
+    )
 
 
 def test_a_folder_in_parts(model: Net, tmp_path: Path) -> None:
@@ -111,13 +120,19 @@ def test_the_model_itself_loads_its_state_dicts(model: Net) -> None:
 
 def test_a_model_without_a_record_is_named(tmp_path: Path) -> None:
     torch.save({"state_dict": Net().state_dict()}, tmp_path / "x.ckpt")
-    with pytest.raises(ConfigError, match=r"or the one of torchq\.workflow\.embed_record_"):
+    with pytest.raises(
+        ConfigError, match=r"or the one of torchq\.workflow\.embed_record_"
+    ):
         torchq.load(Net(), tmp_path / "x.ckpt")
-    with pytest.raises(ConfigError, match=r"got no weights; expected model\.safetensors"):
+    with pytest.raises(
+        ConfigError, match=r"got no weights; expected model\.safetensors"
+    ):
         torchq.load(Net(), tmp_path)
 
 
-@pytest.mark.parametrize("value", [torch.tensor([1, 2]), torch.tensor([255]), torch.ones(2), "x"])
+@pytest.mark.parametrize(
+    "value", [torch.tensor([1, 2]), torch.tensor([255]), torch.ones(2), "x"]
+)
 def test_damaged_records_are_named(value: Any, tmp_path: Path) -> None:
     torch.save({"torchq_record": value}, tmp_path / "x.bin")
     with pytest.raises(ConfigError):

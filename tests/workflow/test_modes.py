@@ -20,7 +20,12 @@ def model() -> nn.Sequential:
     return net
 
 
-ALL = ["0.input_quantizer", "0.weight_quantizer", "1.1.input_quantizer", "1.1.weight_quantizer"]
+ALL = [
+    "0.input_quantizer",
+    "0.weight_quantizer",
+    "1.1.input_quantizer",
+    "1.1.weight_quantizer",
+]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +113,8 @@ def test_summary(model: nn.Sequential, generator: torch.Generator) -> None:
     assert (
         "float: 2" in text
         and "simulated" in text
-        and text.splitlines()[0].split() == ["quantizer", "in", "format", "amax", "mode"]
+        and text.splitlines()[0].split()
+        == ["quantizer", "in", "format", "amax", "mode"]
     )
 
 

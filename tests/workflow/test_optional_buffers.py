@@ -108,7 +108,9 @@ WAYS = [
 
 @torch.no_grad()
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_every_buffer_goes_every_way(way: Callable[[Any, Path], Any], tmp_path: Path) -> None:
+def test_every_buffer_goes_every_way(
+    way: Callable[[Any, Path], Any], tmp_path: Path
+) -> None:
     model = full()
     names = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
     assert set(OPTIONAL) <= names
@@ -140,7 +142,9 @@ def test_a_state_without_them_takes_them_away(way: Any, tmp_path: Path) -> None:
     assert "0.input_quantizer.held_scale" in target.state_dict()
 
 
-@pytest.mark.parametrize("name", ["held_scale", "held_zero_point", "output_gain", "output_shift"])
+@pytest.mark.parametrize(
+    "name", ["held_scale", "held_zero_point", "output_gain", "output_shift"]
+)
 def test_one_of_a_pair_alone_is_incomplete(name: str, tmp_path: Path) -> None:
     state = full().state_dict()
     (key,) = (key for key in state if key.endswith(name) and state[key].numel())
@@ -152,7 +156,9 @@ def test_one_of_a_pair_alone_is_incomplete(name: str, tmp_path: Path) -> None:
     content = torch.load(tmp_path / "m.pt")
     del content["state_dict"][key]
     torch.save(content, tmp_path / "m.pt")
-    with pytest.raises((ConfigError, torchq.errors.QuantizationError), match=r"missing|alone"):
+    with pytest.raises(
+        (ConfigError, torchq.errors.QuantizationError), match=r"missing|alone"
+    ):
         torchq.load(net(), tmp_path / "m.pt")
 
 
@@ -160,7 +166,9 @@ def test_restoring_leaves_none_of_them() -> None:
     model = full()
     torchq.restore_(model)
     assert model.state_dict().keys() == net().state_dict().keys()
-    assert not set(OPTIONAL) & {name.rpartition(".")[2] for name, _ in model.named_buffers()}
+    assert not set(OPTIONAL) & {
+        name.rpartition(".")[2] for name, _ in model.named_buffers()
+    }
     assert torch.equal(model(batch()), net()(batch()))
 
 
@@ -182,7 +190,9 @@ def test_other_float_weights_end_a_correction_and_the_same_keep_it() -> None:
 
 
 @pytest.mark.parametrize("way", [by_saving, by_saving_with_a_record, by_a_record])
-def test_a_quantizer_in_two_places_goes_with_its_held_scale(way: Any, tmp_path: Path) -> None:
+def test_a_quantizer_in_two_places_goes_with_its_held_scale(
+    way: Any, tmp_path: Path
+) -> None:
     model = full()
     model[2].input_quantizer = model[0].input_quantizer
     expected = model(batch())
@@ -222,14 +232,18 @@ def test_zero_points_of_rounded_scales_are_codes(kind: str) -> None:
 
 def test_a_range_whose_length_does_not_fit_is_refused() -> None:
     quantizer = TensorQuantizer(QuantDescriptor(symmetric=False))
-    with pytest.raises(ConfigError, match="from -3e\\+38 to 3e\\+38; expected ends whose distance"):
+    with pytest.raises(
+        ConfigError, match="from -3e\\+38 to 3e\\+38; expected ends whose distance"
+    ):
         quantizer.set_range(-3e38, 3e38)
     assert not quantizer.calibrated
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("with_buffers", [False, True])
-def test_an_average_made_before_calibration_follows_after_one_load(with_buffers: bool) -> None:
+def test_an_average_made_before_calibration_follows_after_one_load(
+    with_buffers: bool,
+) -> None:
     model = quantized()
     average = AveragedModel(model, use_buffers=with_buffers)
     torchq.calibrate(model, [batch()], progress=False)

@@ -12,7 +12,9 @@ import torchq
 from tests.models import simulated
 from torchq.workflow import embed_record_
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # The libraries warn about each other.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore"
+)  # The libraries warn about each other.
 
 
 class Branches(nn.Module):
@@ -47,7 +49,11 @@ def test_a_quantizer_in_several_places_has_a_tensor_for_each(learned: bool) -> N
     quantizer = model.left.input_quantizer
     assert quantizer is model.right.input_quantizer
     state = model.state_dict()
-    places = [tensor.untyped_storage().data_ptr() for tensor in state.values() if tensor.numel()]
+    places = [
+        tensor.untyped_storage().data_ptr()
+        for tensor in state.values()
+        if tensor.numel()
+    ]
     assert len(set(places)) == len(places)
     assert state["left.input_quantizer.amax"].data_ptr() == quantizer.amax.data_ptr()
     assert torch.equal(state["right.input_quantizer.amax"], quantizer.amax)
@@ -89,8 +95,14 @@ def test_checkpoints_of_lightning(tmp_path: Path) -> None:
     model = quantized(Lit().eval(), X)
     path = tmp_path / "x.ckpt"
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X), 4)
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", default_root_dir=tmp_path, **quiet)
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = lightning.Trainer(
+        max_epochs=1, accelerator="cpu", default_root_dir=tmp_path, **quiet
+    )
     trainer.fit(model.train(), data)
     trainer.save_checkpoint(path)
     expected = model.eval()(X)
@@ -110,4 +122,6 @@ def test_states_of_accelerate(tmp_path: Path) -> None:
     model.left.input_quantizer.set_amax(0.1)
     accelerator.load_state(tmp_path / "state")
     assert torch.equal(model(X), expected)
-    assert torch.equal(torchq.load(Branches().eval(), tmp_path / "weights")(X), expected)
+    assert torch.equal(
+        torchq.load(Branches().eval(), tmp_path / "weights")(X), expected
+    )

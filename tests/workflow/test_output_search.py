@@ -16,7 +16,11 @@ from torchq.workflow.output_search import WEIGHT_FRACTIONS, search_weight_amax
 def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=2), nn.Flatten(), nn.Linear(128, 4)
+        nn.Conv2d(3, 8, 3),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, groups=2),
+        nn.Flatten(),
+        nn.Linear(128, 4),
     ).eval()
 
 
@@ -42,7 +46,10 @@ def test_ranges_have_the_least_error_of_the_output(
     layer: Any, granularity: dict[str, int], shape: tuple[int, ...]
 ) -> None:
     """Each range is the best of all candidates with the rest of the weight unrounded."""
-    layer, x = copy.deepcopy(layer), torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    layer, x = (
+        copy.deepcopy(layer),
+        torch.randn(shape, generator=torch.Generator().manual_seed(3)),
+    )
     d = torchq.QuantDescriptor(3, **granularity)  # type: ignore[arg-type]
     torchq.quantize_(layer, torchq.QuantConfig((torchq.Rule("*", weight=d),)))
     with torch.no_grad():
@@ -86,7 +93,10 @@ def test_weights_by_activation_have_less_error_than_other_methods() -> None:
     errors = {}
     for method in ("max", "mse", "activation"):
         model = simulated(
-            net(), batches(), torchq.recipes.integer(3, None, weight_method=method), correct=False
+            net(),
+            batches(),
+            torchq.recipes.integer(3, None, weight_method=method),
+            correct=False,
         )
         with torch.no_grad():
             x = batches()[0]

@@ -27,7 +27,9 @@ def lines(report: Any) -> list[str]:
     return str(report).splitlines()
 
 
-def test_reports_on_large_networks_fit_a_screen(large: tuple[nn.Module, list[Tensor]]) -> None:
+def test_reports_on_large_networks_fit_a_screen(
+    large: tuple[nn.Module, list[Tensor]],
+) -> None:
     model, batches = large
     folded = torchq.fuse_(model, batches[0], progress=False)
     # Products of 7-bit weights overflow no kernel.
@@ -59,7 +61,9 @@ def test_the_verdict_comes_first_and_what_stands_out_follows(
     assert rows[0].startswith(f"{2 * LAYERS} ranges from 1 batch")
     assert rows[1:3] == ["the widest ranges:", rows[2]]
     assert rows[2].startswith("  0.input_quantizer ")
-    assert any(row.startswith("nothing but zeros reached 2.input_quantizer") for row in rows)
+    assert any(
+        row.startswith("nothing but zeros reached 2.input_quantizer") for row in rows
+    )
     assert rows[-1].startswith("each range: report.table()")
 
 

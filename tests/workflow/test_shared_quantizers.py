@@ -90,7 +90,9 @@ def test_a_quantizer_in_two_slots_of_one_module_is_loaded(
     assert plan_of(loaded).outcome() == plan_of(model).outcome()
 
 
-def test_a_quantizer_per_axis_may_stand_in_two_slots_of_its_author(tmp_path: Path) -> None:
+def test_a_quantizer_per_axis_may_stand_in_two_slots_of_its_author(
+    tmp_path: Path,
+) -> None:
     class Placed(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -101,7 +101,9 @@ def quantized_unfused() -> Normed:
 
 
 @pytest.mark.parametrize("make", [lambda: Normed().eval(), quantized_unfused])
-def test_an_unfused_model_becomes_the_fused_one_that_was_saved(make: Any, tmp_path: Path) -> None:
+def test_an_unfused_model_becomes_the_fused_one_that_was_saved(
+    make: Any, tmp_path: Path
+) -> None:
     x = torch.randn(2, 3, 8, 8)
     model = fused_and_quantized(x)
     torchq.save(model, tmp_path / "m.pt")
@@ -127,7 +129,9 @@ def test_a_fused_model_cannot_become_an_unfused_one(tmp_path: Path) -> None:
 def test_a_file_of_0_2_0_is_refused_with_a_way_to_convert_it() -> None:
     """The files are what that version wrote of a ConvNet in W4A4, and what this computed then."""
     files = Path(__file__).parent / "files"
-    with pytest.raises(ConfigError, match=r"record of version 2; expected 3\. .*load_state_dict"):
+    with pytest.raises(
+        ConfigError, match=r"record of version 2; expected 3\. .*load_state_dict"
+    ):
         torchq.load(ConvNet(), files / "0.2.0.pt")
     model = ConvNet().eval()
     torchq.quantize_(model, torchq.recipes.w4a4())
@@ -139,7 +143,11 @@ def test_a_file_of_0_2_0_is_refused_with_a_way_to_convert_it() -> None:
     torch.testing.assert_close(model(images), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux that is always full")
+@pytest.mark.skipif(
+    not Path("/dev/full").exists(), reason="a device of Linux that is always full"
+)
 def test_a_full_disk_is_an_error_with_the_path(model: Net) -> None:
-    with pytest.raises(ExportError, match=r"save: /dev/full: cannot be written \(.*\); expected "):
+    with pytest.raises(
+        ExportError, match=r"save: /dev/full: cannot be written \(.*\); expected "
+    ):
         torchq.save(model, "/dev/full")

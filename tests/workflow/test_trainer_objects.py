@@ -43,7 +43,9 @@ def test_the_network_goes_to_a_file(tmp_path: Path) -> None:
     holder = Trains()
     assert torchq.fuse_(holder, X, progress=False).applied
     planned = torchq.plan(holder, target="onnxruntime", example=X)
-    quantized = torchq.quantize_(holder, target="onnxruntime", example=X, progress=False)
+    quantized = torchq.quantize_(
+        holder, target="onnxruntime", example=X, progress=False
+    )
     assert quantized.decisions == planned.decisions
     torchq.calibrate(holder, [X], progress=False)
     assert torchq.summary(holder).rows == torchq.summary(holder.model).rows

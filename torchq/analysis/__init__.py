@@ -4,8 +4,18 @@ from torchq.analysis.checks import CHECKS, Finding
 from torchq.analysis.detections import Detected, DetectionAgreement, Detections
 from torchq.analysis.doctor import DoctorReport, doctor
 from torchq.analysis.forecast import Forecast, TargetForecast, TimedFile, forecast
-from torchq.analysis.layer_errors import LayerError, LayerErrors, QuantizerRow, layer_errors
-from torchq.analysis.mixed_precision import FrontPoint, LayerChoice, MixedPrecision, mixed_precision
+from torchq.analysis.layer_errors import (
+    LayerError,
+    LayerErrors,
+    QuantizerRow,
+    layer_errors,
+)
+from torchq.analysis.mixed_precision import (
+    FrontPoint,
+    LayerChoice,
+    MixedPrecision,
+    mixed_precision,
+)
 from torchq.analysis.outputs import compare_outputs
 from torchq.analysis.page import Report, check_path, compare, report
 from torchq.analysis.sensitivity import SensitivityReport, SensitivityRow, sensitivity

@@ -96,11 +96,17 @@ class Observation:
     example: Any  # the first batch
     batches: int = 0
     reached: set[int] = field(default_factory=set)
-    not_finite: set[int] = field(default_factory=set)  # given NaN or infinity by the float model
-    samples: dict[int, Sample] = field(default_factory=dict)  # what the float model gives
+    not_finite: set[int] = field(
+        default_factory=set
+    )  # given NaN or infinity by the float model
+    samples: dict[int, Sample] = field(
+        default_factory=dict
+    )  # what the float model gives
     # Adding a quantized tensor to one that is neither quantized nor the result of a layer.
     one_sided: list[str] = field(default_factory=list)
-    norms: dict[str, str] = field(default_factory=dict)  # BatchNorm -> the layer before it
+    norms: dict[str, str] = field(
+        default_factory=dict
+    )  # BatchNorm -> the layer before it
 
     def note(self, quantizer: TensorQuantizer, args: Any, kwargs: Any, _: None) -> None:
         """Note a call of a quantizer by the float model."""
@@ -131,7 +137,8 @@ def observe(
                 observation = Observation(batch)
                 _follow(model, observation, run)
             notes = [
-                (quantizer, partial(observation.note, quantizer)) for quantizer in known.values()
+                (quantizer, partial(observation.note, quantizer))
+                for quantizer in known.values()
             ]
             with passing(model), watching(notes, before=True):
                 run(batch)
@@ -156,14 +163,18 @@ def _follow(model: nn.Module, found: Observation, run: Callable[[Any], Any]) -> 
         quantized = [isinstance(m.module, TensorQuantizer) for m in makers]
         # An operand that no call made is one of the model's own.
         others = [m.module for m in makers if not isinstance(m.module, TensorQuantizer)]
-        fuses = any(is_layer(m) or is_norm(m) for m in others)  # the addition, into itself
+        fuses = any(
+            is_layer(m) or is_norm(m) for m in others
+        )  # the addition, into itself
         if sum(quantized) == 1 and not (call.arguments or fuses):
             found.one_sided.append(call.inside)
 
 
 def _is_leaf(module: nn.Module) -> bool:
     if isinstance(module, QuantModule):
-        return not module.is_container and bool(module.slots() or module.quantizes_output)
+        return not module.is_container and bool(
+            module.slots() or module.quantizes_output
+        )
     return isinstance(module, TensorQuantizer) or is_torch_leaf(module)
 
 
@@ -227,7 +238,11 @@ def check(kind: str, *, needs_batches: bool = False) -> Callable[[Find], Find]:
 def _fixed(patient: Patient) -> Iterator[tuple[str, TensorQuantizer, Tensor]]:
     """Yield quantizers that are on and have a range, with it."""
     for path, quantizer in patient.active.items():
-        if quantizer.calibrated and not quantizer.descriptor.dynamic and not quantizer.amax.is_meta:
+        if (
+            quantizer.calibrated
+            and not quantizer.descriptor.dynamic
+            and not quantizer.amax.is_meta
+        ):
             yield path, quantizer, quantizer.amax.detach()
 
 
@@ -244,7 +259,12 @@ def unseen(patient: Patient) -> Found:
             "warning" if has_static_range or quantizer.descriptor.dynamic else "error"
         )
         remedy = f"torchq.quantize_(model, config, exclude=[{owner!r}]), or batches that reach it"
-        yield severity, path, f"none of {patient.seen.batches} batches reached it", remedy
+        yield (
+            severity,
+            path,
+            f"none of {patient.seen.batches} batches reached it",
+            remedy,
+        )
 
 
 @check("uncalibrated")
@@ -275,8 +295,9 @@ def zero_range(patient: Patient) -> Found:
             continue
         share = f"{count} of {amax.numel()}"
         if quantizer.descriptor.learn_amax:
+            smallest = float(amax.min())
             evidence = (
-                f"{share} learned ranges are 0 or negative (smallest {float(amax.min()):.3g})"
+                f"{share} learned ranges are 0 or negative (smallest {smallest:.3g})"
             )
             remedy = (
                 f"{_CALIBRATE}, then train with a smaller learning rate: "
@@ -303,7 +324,9 @@ def nan_range(patient: Patient) -> Found:
         return
     for path, quantizer in patient.active.items():
         if id(quantizer) in patient.seen.not_finite:
-            evidence = "was given NaN or infinity by the float model; the layers behind follow"
+            evidence = (
+                "was given NaN or infinity by the float model; the layers behind follow"
+            )
             yield "error", path, evidence, "check the data and the float model"
             return
 
@@ -316,10 +339,16 @@ def reaches(patient: Patient) -> Iterator[tuple[str, float, float, bool]]:
     sample_by_id = {} if patient.seen is None else patient.seen.samples
     for path, quantizer, _ in _fixed(patient):
         sample = sample_by_id.get(id(quantizer), Sample())
-        range_end = max(float(end.detach().abs().max()) for _, end in quantizer.range.ends())
+        range_end = max(
+            float(end.detach().abs().max()) for _, end in quantizer.range.ends()
+        )
         largest = max(-sample.low, sample.high)
         d = quantizer.descriptor
-        if id(quantizer) not in patient.weights and largest > 0 and 0 < range_end < float("inf"):
+        if (
+            id(quantizer) not in patient.weights
+            and largest > 0
+            and 0 < range_end < float("inf")
+        ):
             # Other methods than "max" cut the range, tenfold with 4 bits, and so does training.
             cuts = d.learn_amax or d.calib_method not in ("max", "moving_average")
             yield path, range_end, largest, cuts
@@ -339,11 +368,20 @@ def range_off(patient: Patient) -> Found:
     """Yield ranges of inputs that the values of the batches exceed by far, or hardly use."""
     for path, range_end, largest, cuts in reaches(patient):
         if largest > range_end * _APART and not cuts:
-            evidence = f"its range ends at {range_end:.3g}, and values reach {largest:.3g}"
+            evidence = (
+                f"its range ends at {range_end:.3g}, and values reach {largest:.3g}"
+            )
             yield "error", path, evidence, _CALIBRATE
         elif range_end > largest * _CUT:
-            evidence = f"its range ends at {range_end:.3g}, and no value exceeds {largest:.3g}"
-            yield "warning", path, evidence, f"{_CALIBRATE}, if these batches are data of the task"
+            evidence = (
+                f"its range ends at {range_end:.3g}, and no value exceeds {largest:.3g}"
+            )
+            yield (
+                "warning",
+                path,
+                evidence,
+                f"{_CALIBRATE}, if these batches are data of the task",
+            )
 
 
 @check("wrong_order")
@@ -351,7 +389,9 @@ def wrong_order(patient: Patient) -> Found:
     """Yield calibrations that did not finish, and weights that changed after theirs."""
     for path, quantizer in patient.quantizers.items():
         if quantizer.observing:
-            evidence = f"is in mode {quantizer.mode!r}: a calibration began and did not finish"
+            evidence = (
+                f"is in mode {quantizer.mode!r}: a calibration began and did not finish"
+            )
             yield "error", path, evidence, "torchq.calibrate(model, batches)"
     paths = {id(q): path for path, q in patient.quantizers.items()}
     for quantizer, weight in quantized_weights(patient.model):
@@ -415,7 +455,9 @@ def functional_call(patient: Patient) -> Found:
     parameters = {id(p): path for path, p in patient.model.named_parameters()}
     for key, calls in find_calls(patient.model, patient.seen.example).calls.items():
         module = patient.model.get_submodule(names[key])
-        if isinstance(module, (QuantModule, TensorQuantizer)) or quantized_as(type(module)):
+        if isinstance(module, (QuantModule, TensorQuantizer)) or quantized_as(
+            type(module)
+        ):
             continue
         # Attention has products of data alone; other calls have a weight, or compute one.
         sites = [site for site in calls.sites if site.kind != "attention"]
@@ -423,7 +465,9 @@ def functional_call(patient: Patient) -> Found:
         kinds = list(dict.fromkeys([site.kind for site in sites] + products))
         if not kinds:
             continue
-        evidence = f"its forward calls {', '.join(kinds)} with a weight that stays float"
+        evidence = (
+            f"its forward calls {', '.join(kinds)} with a weight that stays float"
+        )
         weights = [child_path(names[key], site.weight) for site in sites if site.weight]
         weights += sorted(parameters[source] for source in calls.sources)
         if weights:
@@ -443,7 +487,9 @@ def one_sided_add(patient: Patient) -> Found:
     """
     assert patient.seen is not None
     for path in dict.fromkeys(patient.seen.one_sided):
-        evidence = "adds a quantized operand to one that is not, so the addition runs in float"
+        evidence = (
+            "adds a quantized operand to one that is not, so the addition runs in float"
+        )
         remedy = "torchq.quantize_(model, config, target=..., example=example), or quantize both"
         yield "warning", path, evidence, remedy
 
@@ -452,15 +498,24 @@ def one_sided_add(patient: Patient) -> Found:
 def weight_axis(patient: Patient) -> Found:
     """Yield weight quantizers whose ranges do not follow the output channels."""
     paths = {id(quantizer): path for path, quantizer in patient.active.items()}
-    quantizer_by_id = {id(quantizer): quantizer for quantizer in patient.active.values()}
+    quantizer_by_id = {
+        id(quantizer): quantizer for quantizer in patient.active.values()
+    }
     for module in patient.model.modules():
         for key, axes in channel_axes(module).items():
-            axis = quantizer_by_id[key].descriptor.axis if key in quantizer_by_id else None
+            axis = (
+                quantizer_by_id[key].descriptor.axis if key in quantizer_by_id else None
+            )
             if axis is None or axis == axes:
                 continue
-            name = module.float_class.__name__ if isinstance(module, QuantModule) else "its layer"
+            name = (
+                module.float_class.__name__
+                if isinstance(module, QuantModule)
+                else "its layer"
+            )
             evidence = (
-                f"has ranges along axis {axis}; the output channels of {name} are axis {axes}"
+                f"has ranges along axis {axis}; the output channels of {name} are "
+                f"axis {axes}"
             )
             remedy = f"QuantDescriptor(axis={axes}) for its weight, as recipes have"
             yield "error", paths[key], evidence, remedy
@@ -474,11 +529,16 @@ def range_spread(patient: Patient) -> Found:
         weight = getattr(module, "weight", None)
         if not isinstance(quantizer, TensorQuantizer) or not quantizer.quantizing:
             continue
-        if quantizer.descriptor.axis is not None or quantizer.descriptor.block_size is not None:
+        if (
+            quantizer.descriptor.axis is not None
+            or quantizer.descriptor.block_size is not None
+        ):
             continue
         if not isinstance(weight, torch.Tensor) or weight.is_meta or weight.dim() < 2:
             continue
-        unequal = spread(channel_ranges(module).detach().double()) if weight.numel() else 1.0
+        unequal = (
+            spread(channel_ranges(module).detach().double()) if weight.numel() else 1.0
+        )
         if unequal > _SPREAD:
             times = f"{unequal:.0f} times the median one"
             evidence = f"its largest channel is {times}, with one scale for all"
@@ -498,16 +558,23 @@ def batchnorm_left(patient: Patient) -> Found:
         if not isinstance(patient.model.get_submodule(layer), QuantModule):
             continue
         evidence = (
-            f"normalises the output of the quantized {layer}, at the cost of a float operator"
+            f"normalises the output of the quantized {layer}, at the cost of a float "
+            "operator"
         )
-        remedy = "torchq.fuse_(model.eval(), example), which keeps the codes of the layer"
+        remedy = (
+            "torchq.fuse_(model.eval(), example), which keeps the codes of the layer"
+        )
         yield "warning", path, evidence, remedy
 
 
 @check("damage", needs_batches=True)
 def damage(patient: Patient) -> Found:
     """Yield that outputs are not those of the float model, with the cheapest cure."""
-    if patient.outputs is not None and patient.outputs.grade != "good" and patient.cures:
+    if (
+        patient.outputs is not None
+        and patient.outputs.grade != "good"
+        and patient.cures
+    ):
         cure = patient.cures[0]
         severity: Severity = "warning" if patient.outputs.grade == "poor" else "info"
         yield severity, "", f"{patient.outputs.evidence}. {cure.text}", cure.code

@@ -28,7 +28,8 @@ _SOFTMAX = 0.05
 #: Images of a head of YOLO have at least so many places.
 _PLACES = 8
 _OWN_LAYOUT = (
-    "Pass torchq.analysis.Detections(layout=function), which returns a Detected for each image"
+    "Pass torchq.analysis.Detections(layout=function), which returns a Detected for each "
+    "image"
 )
 
 
@@ -53,7 +54,9 @@ class Detected:
         order = self.scores.argsort(descending=True, stable=True)
         order = order[self.scores[order] >= threshold][:_MOST]
         masks = None if self.masks is None else self.masks[order]
-        return Detected(self.boxes[order], self.scores[order], self.labels[order], masks)
+        return Detected(
+            self.boxes[order], self.scores[order], self.labels[order], masks
+        )
 
 
 #: From an output of a model to what it detects in each image of the batch.
@@ -93,7 +96,9 @@ class DetectionAgreement:
         return len(parts) / sum(1 / part for part in parts) if all(parts) else 0.0
 
     def __str__(self) -> str:
-        masks = "" if math.isnan(self.mask_overlap) else f", masks {self.mask_overlap:.3f}"
+        masks = (
+            "" if math.isnan(self.mask_overlap) else f", masks {self.mask_overlap:.3f}"
+        )
         return (
             f"precision {self.precision:.3f}, recall {self.recall:.3f} (with slack "
             f"{self.precision_with_slack:.3f}, {self.recall_with_slack:.3f}), scores "
@@ -140,15 +145,24 @@ class Detections:
         slack: float = 0.05,
         iou: float = 0.5,
     ) -> None:
-        are_numbers = all(isinstance(number, (int, float)) for number in (slack, threshold, iou))
+        are_numbers = all(
+            isinstance(number, (int, float)) for number in (slack, threshold, iou)
+        )
         if not are_numbers or not (0 <= slack < threshold < 1 and 0 < iou < 1):
             raise ConfigError(
                 f"Detections: got threshold={threshold}, slack={slack}, iou={iou}; expected "
                 "0 <= slack < threshold < 1 and 0 < iou < 1"
             )
-        self.layout, self.threshold, self.slack, self.iou = layout, threshold, slack, iou
+        self.layout, self.threshold, self.slack, self.iou = (
+            layout,
+            threshold,
+            slack,
+            iou,
+        )
 
-    def sums(self, output: object, reference: object, batch: object = None) -> list[float]:
+    def sums(
+        self, output: object, reference: object, batch: object = None
+    ) -> list[float]:
         """Return the counts and sums of one batch, which add up over batches."""
         read = self.layout or detections_in
         detected, expected = read(output), read(reference)
@@ -158,7 +172,9 @@ class Detections:
                 "reference; expected the same batch"
             )
         rows = [self._of_image(q, f) for q, f in zip(detected, expected, strict=True)]
-        return [sum(column) for column in zip(*rows, strict=True)] if rows else [0.0] * 9
+        return (
+            [sum(column) for column in zip(*rows, strict=True)] if rows else [0.0] * 9
+        )
 
     def _of_image(self, quantized: Detected, of_float: Detected) -> list[float]:
         least = self.threshold - self.slack
@@ -244,7 +260,9 @@ class Detections:
                 f"layout is read in a wrong way. {_OWN_LAYOUT}"
             )
 
-    def against(self, model: nn.Module, batches: Sequence[object]) -> Callable[[nn.Module], float]:
+    def against(
+        self, model: nn.Module, batches: Sequence[object]
+    ) -> Callable[[nn.Module], float]:
         """Return a metric of quantized models: how far they detect what ``model`` does.
 
         Args:
@@ -257,7 +275,9 @@ class Detections:
         expected = _outputs(model, batches)
         for output in expected[:1]:
             self.check_layout(output)
-        whole = [sum(row) for row in zip(*map(self.sums, expected, expected), strict=True)]
+        whole = [
+            sum(row) for row in zip(*map(self.sums, expected, expected), strict=True)
+        ]
         self.check_count(whole)
 
         def detections(quantized: nn.Module) -> float:
@@ -321,7 +341,9 @@ def detections_in(output: object) -> list[Detected]:
     """Return what an output of a usual layout detects; see :class:`Detections`."""
     if isinstance(output, Sequence) and output and all(map(_is_image, output)):
         return [_of_dict(image) for image in output]
-    tensors = [t.detach().float().cpu() for t in tensors_in(output) if t.is_floating_point()]
+    tensors = [
+        t.detach().float().cpu() for t in tensors_in(output) if t.is_floating_point()
+    ]
     threes = [t for t in tensors if t.dim() == 3]
     fours = [t for t in threes if t.shape[-1] == 4]
     if fours:
@@ -332,7 +354,9 @@ def detections_in(output: object) -> list[Detected]:
             scores = without_background(same[0])
             return [_of_scores(b, s) for b, s in zip(boxes, scores, strict=True)]
     if threes and threes[0].shape[-1] == 6 and not _is_head_of_one_class(threes[0]):
-        return [Detected(rows[:, :4], rows[:, 4], rows[:, 5].round()) for rows in threes[0]]
+        return [
+            Detected(rows[:, :4], rows[:, 4], rows[:, 5].round()) for rows in threes[0]
+        ]
     if threes and min(threes[0].shape[1:]) > 4:
         return [_of_head(rows) for rows in threes[0]]
     raise ConfigError(
@@ -396,7 +420,9 @@ def _is_image(value: object) -> bool:
 
 
 def _of_dict(image: Mapping[str, Any]) -> Detected:
-    boxes, scores, labels = (image[name].detach().cpu() for name in ("boxes", "scores", "labels"))
+    boxes, scores, labels = (
+        image[name].detach().cpu() for name in ("boxes", "scores", "labels")
+    )
     masks = image.get("masks")
     if masks is not None:
         masks = masks.detach().float().cpu().reshape(len(masks), *masks.shape[-2:])

@@ -79,7 +79,9 @@ class DoctorReport:
 
     def of(self, severity: Severity) -> tuple[Finding, ...]:
         """Return the findings of one severity."""
-        return tuple(finding for finding in self.findings if finding.severity == severity)
+        return tuple(
+            finding for finding in self.findings if finding.severity == severity
+        )
 
     @property
     def errors(self) -> tuple[Finding, ...]:
@@ -100,7 +102,9 @@ class DoctorReport:
             for s in SEVERITIES
             if counts[s]
         ]
-        sentence = f"{', '.join(counted) or 'nothing found'} in {len(self.checks)} checks"
+        sentence = (
+            f"{', '.join(counted) or 'nothing found'} in {len(self.checks)} checks"
+        )
         return sentence + (
             f"; {len(self.skipped)} more checks need batches" if self.skipped else ""
         )
@@ -108,14 +112,21 @@ class DoctorReport:
     def __str__(self) -> str:
         lines = [self.share] if self.share else []
         if self.outputs is not None:
-            lines.insert(0, wrap(f"the simulation beside the float model: {self.outputs.evidence}"))
+            lines.insert(
+                0,
+                wrap(f"the simulation beside the float model: {self.outputs.evidence}"),
+            )
         groups: dict[tuple[str, str, str], list[Finding]] = {}
         for finding in self.findings:
-            groups.setdefault((finding.severity, finding.kind, finding.remedy), []).append(finding)
+            groups.setdefault(
+                (finding.severity, finding.kind, finding.remedy), []
+            ).append(finding)
         for (severity, kind, remedy), alike in groups.items():
             lines.append(f"{severity.upper()} {kind}")
             for f in alike[:_SHOWN]:
-                lines.append(wrap(f"  {f.name or '(root)'}: {f.evidence}", indent="    "))
+                lines.append(
+                    wrap(f"  {f.name or '(root)'}: {f.evidence}", indent="    ")
+                )
             if len(alike) > _SHOWN:
                 lines.append(f"  and {len(alike) - _SHOWN} more")
             lines.append(wrap(f"  -> {remedy}", indent="     "))
@@ -164,14 +175,19 @@ def doctor(
     model = network_of(model)
     model = unwrapped(model)
     user_metric(_WHERE, metric)
-    sample_batches = None if batches is None else kept_batches(_WHERE, batches, num_batches)
+    sample_batches = (
+        None if batches is None else kept_batches(_WHERE, batches, num_batches)
+    )
     options: dict[str, Any] = {"forward": forward, "progress": progress}
     by_path = known_quantizers(model)
     observation = None
     if sample_batches is not None:
         run = partial(call_model, model, forward=forward, device=device_of(model))
         observation = observe(
-            model, by_path, progress_bar(sample_batches, description=_WHERE, enabled=progress), run
+            model,
+            by_path,
+            progress_bar(sample_batches, description=_WHERE, enabled=progress),
+            run,
         )
     report = examine(
         model,
@@ -205,14 +221,22 @@ def examine(
     """Return the report of :func:`doctor`; ``outputs`` and ``ranking`` are called if needed."""
     by_path = known_quantizers(model)
     patient = Patient(model, by_path, weight_quantizers(model), seen)
-    chosen = [kind for kind in CHECKS if seen is not None or not CHECKS[kind].needs_batches]
-    findings = [Finding(kind, *row) for kind in chosen for row in CHECKS[kind].find(patient)]
+    chosen = [
+        kind for kind in CHECKS if seen is not None or not CHECKS[kind].needs_batches
+    ]
+    findings = [
+        Finding(kind, *row) for kind in chosen for row in CHECKS[kind].find(patient)
+    ]
     # An error is mended first: what it does to the outputs says nothing of the rest.
     if seen is not None and all(finding.severity != "error" for finding in findings):
         compared = outputs()
         patient = replace(patient, outputs=compared)
-        if compared.grade != "good" and (compared.comparable or compared.score is not None):
-            patient = replace(patient, cures=tuple(cures(patient, damage_shares(ranking()))))
+        if compared.grade != "good" and (
+            compared.comparable or compared.score is not None
+        ):
+            patient = replace(
+                patient, cures=tuple(cures(patient, damage_shares(ranking())))
+            )
         findings += [Finding("damage", *row) for row in damage(patient)]
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     skipped = tuple(kind for kind in CHECKS if kind not in chosen)
@@ -245,7 +269,9 @@ def damage_shares(ranking: SensitivityReport) -> dict[str, float]:
     Errors of different layers are independent, so that divergences and powers of noise add up.
     """
     harms = ranking.harms()
-    if any(map(math.isnan, harms.values())):  # These layers leave nothing of the output.
+    if any(
+        map(math.isnan, harms.values())
+    ):  # These layers leave nothing of the output.
         harms = {name: float(math.isnan(harm)) for name, harm in harms.items()}
     total = sum(harms.values())
     return {name: harm / total if total else 0.0 for name, harm in harms.items()}
@@ -283,10 +309,13 @@ def cures(patient: Patient, shares: dict[str, float]) -> list[Cure]:
         )
         candidates.append(Cure(advice, "torchq.ptq.gptq_(model, batches)"))
     candidates.append(_ends(layers, names))
-    unequal = sorted(names & {path.rpartition(".")[0] for _, path, _, _ in range_spread(patient)})
+    unequal = sorted(
+        names & {path.rpartition(".")[0] for _, path, _, _ in range_spread(patient)}
+    )
     if unequal:
         advice = (
-            f"{joined_names(unequal[:_BLAMED])}: one scale for channels of very different size."
+            f"{joined_names(unequal[:_BLAMED])}: one scale for channels of very different "
+            "size."
         )
         candidates.append(
             Cure(advice, "torchq.ptq.equalize_(model, example) before torchq.calibrate")
@@ -294,9 +323,12 @@ def cures(patient: Patient, shares: dict[str, float]) -> list[Cure]:
     if blamed:
         share = sum(shares[name] for name in blamed)
         advice = (
-            f"Leave {joined_names(blamed)} in float, which takes away {share:.0%} of the damage."
+            f"Leave {joined_names(blamed)} in float, which takes away {share:.0%} of the "
+            "damage."
         )
-        candidates.append(Cure(advice, f"torchq.quantize_(model, config, exclude={blamed!r})"))
+        candidates.append(
+            Cure(advice, f"torchq.quantize_(model, config, exclude={blamed!r})")
+        )
     return [cure for cure in candidates if cure is not None]
 
 
@@ -314,7 +346,9 @@ def _has_rounded_weights(model: nn.Module) -> bool:
 def _recalibrate(patient: Patient, rounded: bool) -> Cure | None:
     off = exceeded(patient)
     few = 0
-    if not (off or rounded or any(q.descriptor.learn_amax for q in patient.active.values())):
+    if not (
+        off or rounded or any(q.descriptor.learn_amax for q in patient.active.values())
+    ):
         few = len(uncorrected(patient.model))
     if off:
         advice = (
@@ -338,7 +372,12 @@ def _grid(patient: Patient, plan: Plan, names: set[str]) -> Cure | None:
     for path, quantizer in patient.active.items():
         sample = samples.get(id(quantizer))
         is_input = id(quantizer) not in patient.weights
-        if is_input and sample is not None and sample.low >= 0 and _has_signed_codes(quantizer):
+        if (
+            is_input
+            and sample is not None
+            and sample.low >= 0
+            and _has_signed_codes(quantizer)
+        ):
             one_signed.add(path.rpartition(".")[0])
     few = len(names & one_signed)
     if plan.target is not None or not few:

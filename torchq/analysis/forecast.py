@@ -104,7 +104,9 @@ class TargetForecast:
 
     def best(self, *forms: str) -> TimedFile | None:
         """Return the fastest file of some forms that runs; None if there is none."""
-        running = [f for f in self.files if f.samples is not None and f.form.startswith(forms)]
+        running = [
+            f for f in self.files if f.samples is not None and f.form.startswith(forms)
+        ]
         return min(running, key=lambda file: file.milliseconds, default=None)
 
     @property
@@ -193,7 +195,12 @@ class Forecast:
     @property
     def fastest(self) -> tuple[str, TimedFile] | None:
         """The target and the form that were the fastest; None if nothing was measured."""
-        files = [(t.target, f) for t in self.targets for f in t.files if f.samples is not None]
+        files = [
+            (t.target, f)
+            for t in self.targets
+            for f in t.files
+            if f.samples is not None
+        ]
         return min(files, key=lambda pair: pair[1].milliseconds, default=None)
 
     def __getitem__(self, target: str) -> TargetForecast:
@@ -220,8 +227,12 @@ class Forecast:
             if one.share is None or not one.share.float_work:
                 continue
             parts = list(one.share.float_work.items())
-            shown = "; ".join(f"{part:.1%} {reason}" for reason, part in parts[:_REASONS])
-            more = f"; and {len(parts) - _REASONS} more" if len(parts) > _REASONS else ""
+            shown = "; ".join(
+                f"{part:.1%} {reason}" for reason, part in parts[:_REASONS]
+            )
+            more = (
+                f"; and {len(parts) - _REASONS} more" if len(parts) > _REASONS else ""
+            )
             yield f"float for {one.target}: {shown}{more}"
 
     def _summary(self) -> str:
@@ -279,22 +290,30 @@ def forecast(
     began = time.perf_counter()
     model = network_of(model)
     runtimes = _runtimes(targets)
-    if quantized := [name for name, m in model.named_modules() if isinstance(m, QuantModule)]:
+    if quantized := [
+        name for name, m in model.named_modules() if isinstance(m, QuantModule)
+    ]:
         raise ConfigError(
             f"forecast: {quantized[0] or 'the model'}: is quantized; expected a float model. Call "
             "torchq.restore_ on a copy"
         )
     if threads is not None and (not isinstance(threads, int) or threads < 1):
-        raise ConfigError(f"forecast: got threads={threads}; expected a whole number, at least 1")
+        raise ConfigError(
+            f"forecast: got threads={threads}; expected a whole number, at least 1"
+        )
     if folder is not None and not Path(folder).is_dir():
-        raise ConfigError(f"forecast: got folder={str(folder)!r}; expected a folder that is there")
+        raise ConfigError(
+            f"forecast: got folder={str(folder)!r}; expected a folder that is there"
+        )
     with _threads(threads), warnings.catch_warnings():
         # What a file is warned of is said by the steps that make one to use.
         warnings.simplefilter("ignore")
         folded = copy_module(model).eval()
         fuse_(folded, example)
         drafts = [_Draft(runtime, folded, example) for runtime in runtimes]
-        for draft in progress_bar(drafts, description="files", unit="target", enabled=progress):
+        for draft in progress_bar(
+            drafts, description="files", unit="target", enabled=progress
+        ):
             draft.prepare(None if folder is None else Path(folder))
         samples = _samples([draft.modules for draft in drafts], example)
         results = tuple(draft.result(samples) for draft in drafts)
@@ -304,12 +323,18 @@ def forecast(
 
 def _runtimes(targets: str | Runtime | Iterable[str | Runtime] | None) -> list[Runtime]:
     if targets is None:
-        return [r for r in RUNTIMES.values() if isinstance(r, Engine) and r.measured and r.here]
+        return [
+            r
+            for r in RUNTIMES.values()
+            if isinstance(r, Engine) and r.measured and r.here
+        ]
     if isinstance(targets, (str, Runtime)):
         targets = [targets]
     runtimes = [runtime for runtime in map(runtime_of, targets) if runtime is not None]
     if not runtimes:
-        raise ConfigError("forecast: got no target; expected one of torchq.targets(), or None")
+        raise ConfigError(
+            "forecast: got no target; expected one of torchq.targets(), or None"
+        )
     return runtimes
 
 
@@ -379,13 +404,19 @@ class _Draft:
         )
         if self.plan is None:
             self.plan = plan
-        calibrate(twin, [self.example], correct=False, on_unseen="disable", progress=False)
+        calibrate(
+            twin, [self.example], correct=False, on_unseen="disable", progress=False
+        )
         return twin
 
     def _beside_layers(self) -> list[str]:
         """Return the paths of what is quantized and has no weight."""
         assert self.plan is not None
-        return [d.name for d in self.plan.replaced if d.weight is None and not d.is_container]
+        return [
+            d.name
+            for d in self.plan.replaced
+            if d.weight is None and not d.is_container
+        ]
 
     def _build(self, form: str, model: nn.Module, *, quantized: bool) -> None:
         assert isinstance(self.runtime, Engine)
@@ -418,7 +449,9 @@ class _Draft:
             TimedFile(form, samples[id(module)], _size(module))
             for form, module in self.modules.items()
         ]
-        files += [TimedFile(form, None, 0, problem) for form, problem in self.problems.items()]
+        files += [
+            TimedFile(form, None, 0, problem) for form, problem in self.problems.items()
+        ]
         order = (FLOAT, INT8, LAYERS)
         files.sort(key=lambda file: order.index(file.form.partition(",")[0]))
         return TargetForecast(
@@ -445,7 +478,9 @@ def _built(engine: Engine, task: Task) -> nn.Module:
     return EngineModule(engine, graph, interface)
 
 
-def _samples(modules: Sequence[Mapping[str, nn.Module]], example: Any) -> dict[int, Samples]:
+def _samples(
+    modules: Sequence[Mapping[str, nn.Module]], example: Any
+) -> dict[int, Samples]:
     """Time all modules against each other; return their samples by id.
 
     Of one thread on the CPU they are the processor's, of which other programs take none.

@@ -10,7 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from torchq import utils
-from torchq.analysis.layers import QuantizedLayer, active_quantizers, channel_axes, quantized_layers
+from torchq.analysis.layers import (
+    QuantizedLayer,
+    active_quantizers,
+    channel_axes,
+    quantized_layers,
+)
 from torchq.analysis.outputs import (
     Noise,
     bar,
@@ -128,7 +133,9 @@ class QuantizerStatistics:
             clipped=self.clipped / self.elements if self.elements else 0.0,
             used_codes=len(self.codes),
             codes=len(descriptor.format.values) if self.codes else 0,
-            dead_channels=0 if lost is None or silent is None else int((lost & ~silent).sum()),
+            dead_channels=0
+            if lost is None or silent is None
+            else int((lost & ~silent).sum()),
             channels=0 if lost is None else lost.numel(),
         )
 
@@ -218,7 +225,9 @@ class LayerErrors:
     @property
     def first_not_finite(self) -> LayerError | None:
         """The first row whose layer returned NaN or infinity; None if none did."""
-        return next((row for row in self.rows if math.isnan(row.sqnr + row.local_sqnr)), None)
+        return next(
+            (row for row in self.rows if math.isnan(row.sqnr + row.local_sqnr)), None
+        )
 
     def _ending(self) -> str:
         worst = self.worst[0]
@@ -232,7 +241,9 @@ class LayerErrors:
                 f"NaN or infinity comes first from {broken.name or '(root)'}: look at its "
                 "weight, its bias and what it is given"
             )
-        return ending + (f"; not reached: {', '.join(self.unseen)}" if self.unseen else "")
+        return ending + (
+            f"; not reached: {', '.join(self.unseen)}" if self.unseen else ""
+        )
 
     def __str__(self) -> str:
         """Return the rows of the :attr:`worst` layers, in the order of the model."""
@@ -248,12 +259,30 @@ class LayerErrors:
         return self._table(self.rows)
 
     def _table(self, layers: Sequence[LayerError]) -> str:
-        head = ("layer", "type", "local SQNR", "SQNR", "cosine", "born here", "clipped", "codes")
+        head = (
+            "layer",
+            "type",
+            "local SQNR",
+            "SQNR",
+            "cosine",
+            "born here",
+            "clipped",
+            "codes",
+        )
         rows: list[tuple[str, ...]] = [(*head, "dead")]
         for row in layers:
             codes = str(row.used_codes) if row.used_codes else ""
-            figures = (decibel_text(row.local_sqnr), decibel_text(row.sqnr), f"{row.cosine:.5f}")
-            details = (bar(row.born, 10), percent_text(row.clipped), codes, str(row.dead_channels))
+            figures = (
+                decibel_text(row.local_sqnr),
+                decibel_text(row.sqnr),
+                f"{row.cosine:.5f}",
+            )
+            details = (
+                bar(row.born, 10),
+                percent_text(row.clipped),
+                codes,
+                str(row.dead_channels),
+            )
             rows.append((row.name or "(root)", row.kind, *figures, *details))
         return utils.table(rows, self._ending())
 
@@ -300,9 +329,13 @@ def layer_errors(
     measurement = _Measurement(model)
     device = utils.device_of(model)
     with utils.untouched(model):
-        shown = utils.progress_bar(batches, description=_WHERE, most=num_batches, enabled=progress)
+        shown = utils.progress_bar(
+            batches, description=_WHERE, most=num_batches, enabled=progress
+        )
         for batch in shown:
-            measurement.run(partial(call_model, model, batch, forward=forward, device=device))
+            measurement.run(
+                partial(call_model, model, batch, forward=forward, device=device)
+            )
     return measurement.report()
 
 
@@ -319,7 +352,9 @@ class _Record:
         input_axis = -1 if isinstance(layer.module, nn.Linear) else 1
         self.statistics = {
             path: QuantizerStatistics(
-                path, q, axes.get(id(q), (0,))[-1] if path in layer.weights else input_axis
+                path,
+                q,
+                axes.get(id(q), (0,))[-1] if path in layer.weights else input_axis,
             )
             for path, q in layer.quantizers.items()
         }
@@ -335,7 +370,10 @@ class _Record:
         layer_quantizers = self.layer.quantizers.values()
         if not kwargs:
             args = _part_of_call(self.layer, args, output)
-        with quantizing_only(layer_quantizers, layer_quantizers), utils.watching(self._watched()):
+        with (
+            quantizing_only(layer_quantizers, layer_quantizers),
+            utils.watching(self._watched()),
+        ):
             # The forward itself: hooks, such as this one, have run around it.
             alone = self.layer.module.forward(*args, **kwargs)
         for value, reference in zip(floats_in(alone), expected, strict=False):
@@ -344,13 +382,17 @@ class _Record:
     def after_quantized(self, args: object, kwargs: object, output: object) -> None:
         """Compare the output with that of the float model."""
         if self.expected:
-            for value, reference in zip(_compared(output), self.expected.pop(0), strict=False):
+            for value, reference in zip(
+                _compared(output), self.expected.pop(0), strict=False
+            ):
                 self.accumulated.add(value, reference)
 
     def _watched(self) -> Iterator[tuple[nn.Module, Callable[..., None]]]:
         """Yield what feeds the statistics of the quantizers; those of weights only once."""
 
-        def add(statistics: QuantizerStatistics, args: Any, kwargs: Any, output: Tensor) -> None:
+        def add(
+            statistics: QuantizerStatistics, args: Any, kwargs: Any, output: Tensor
+        ) -> None:
             statistics.add(args[0].detach(), output.detach())
 
         for path, quantizer in self.layer.quantizers.items():
@@ -361,7 +403,11 @@ class _Record:
         """Return what was measured."""
         local, accumulated = self.local, self.accumulated
         rows = {path: statistics.row() for path, statistics in self.statistics.items()}
-        born = local.noise / accumulated.noise if accumulated.noise else float(local.noise > 0)
+        born = (
+            local.noise / accumulated.noise
+            if accumulated.noise
+            else float(local.noise > 0)
+        )
         return LayerError(
             name=self.layer.name,
             kind=self.layer.kind,
@@ -369,7 +415,9 @@ class _Record:
             sqnr=accumulated.sqnr,
             cosine=accumulated.cosine,
             born=born,
-            clipped=max((rows[path].clipped for path in self.layer.inputs), default=0.0),
+            clipped=max(
+                (rows[path].clipped for path in self.layer.inputs), default=0.0
+            ),
             quantizers=tuple(rows.values()),
         )
 
@@ -380,7 +428,9 @@ class _Measurement:
     def __init__(self, model: nn.Module) -> None:
         self.known = active_quantizers(model)
         self.order: list[_Record] = []
-        self.records = [_Record(layer, self.order) for layer in quantized_layers(model, _WHERE)]
+        self.records = [
+            _Record(layer, self.order) for layer in quantized_layers(model, _WHERE)
+        ]
         self.outputs: dict[int, Noise] = {}
         self.batches = 0
 
@@ -394,7 +444,9 @@ class _Measurement:
         compared = [(r.layer.module, r.after_quantized) for r in self.records]
         with quantizing_only(self.known, self.known), utils.watching(compared):
             quantized = results_in(call())
-        for place, (value, reference) in enumerate(zip(quantized, expected, strict=False)):
+        for place, (value, reference) in enumerate(
+            zip(quantized, expected, strict=False)
+        ):
             self.outputs.setdefault(place, Noise()).add(value, reference)
         for record in self.records:
             record.expected.clear()
@@ -410,13 +462,18 @@ class _Measurement:
             )
         unseen = tuple(r.layer.name for r in self.records if not r.calls)
         rows = tuple(record.row() for record in self.order)
-        output = mean_ratio([(noise.signal, noise.noise) for noise in self.outputs.values()])
+        output = mean_ratio(
+            [(noise.signal, noise.noise) for noise in self.outputs.values()]
+        )
         return LayerErrors(rows, output, self.batches, unseen)
 
 
 def _compared(value: object) -> list[Tensor]:
     """Return the part of each floating-point tensor that is compared."""
-    return [tensor[: _leading(tensor)] if tensor.dim() else tensor for tensor in floats_in(value)]
+    return [
+        tensor[: _leading(tensor)] if tensor.dim() else tensor
+        for tensor in floats_in(value)
+    ]
 
 
 def _leading(tensor: Tensor) -> int:
@@ -428,7 +485,9 @@ def _leading(tensor: Tensor) -> int:
     return min(length, max(_IMAGES, -(-_SAMPLE // each)))
 
 
-def _part_of_call(layer: QuantizedLayer, args: Sequence[object], output: object) -> Sequence[Any]:
+def _part_of_call(
+    layer: QuantizedLayer, args: Sequence[object], output: object
+) -> Sequence[Any]:
     """Return the first images where a layer treats each by itself, else all arguments."""
     if not args or not isinstance(args[0], Tensor) or not isinstance(output, Tensor):
         return args

@@ -56,7 +56,9 @@ def quantized_layers(model: nn.Module, where: str) -> list[QuantizedLayer]:
                 direct.update(_direct(child_path(name, path), holder))
             layers.append(_layer(name, module, direct, weights))
         else:
-            layers += [_layer(path, q, {path: q}, weights) for path, q in direct.items()]
+            layers += [
+                _layer(path, q, {path: q}, weights) for path, q in direct.items()
+            ]
     if isinstance(model, TensorQuantizer) and model.quantizing:
         layers.append(_layer("", model, {"": model}, weights))
     layers = [layer for layer in layers if layer.quantizers]
@@ -101,7 +103,9 @@ def channel_axes(module: nn.Module) -> dict[int, tuple[int, ...]]:
     """
     if not isinstance(module, QuantModule):
         return {}
-    weights = {id(quantizer): weight for quantizer, weight in module.quantized_weights()}
+    weights = {
+        id(quantizer): weight for quantizer, weight in module.quantized_weights()
+    }
     if not isinstance(module, RoutedModule):
         return dict.fromkeys(weights, (module.channel_axis,))
     axes_by_id = {}
@@ -109,7 +113,9 @@ def channel_axes(module: nn.Module) -> dict[int, tuple[int, ...]]:
         key = id(getattr(holder, "weight_quantizer", None))
         if key in weights:
             like_linear = QuantDescriptor(axis=0)
-            descriptor = site_descriptors(site, weights[key].dim(), None, like_linear)[1]
+            descriptor = site_descriptors(site, weights[key].dim(), None, like_linear)[
+                1
+            ]
             if descriptor is not None and descriptor.axis is not None:
                 axis = descriptor.axis
                 axes_by_id[key] = (axis,) if isinstance(axis, int) else axis
@@ -118,7 +124,9 @@ def channel_axes(module: nn.Module) -> dict[int, tuple[int, ...]]:
 
 def active_quantizers(model: nn.Module) -> list[TensorQuantizer]:
     """Return the distinct quantizers of ``model`` that are on."""
-    return [quantizer for quantizer in quantizers(model).values() if quantizer.quantizing]
+    return [
+        quantizer for quantizer in quantizers(model).values() if quantizer.quantizing
+    ]
 
 
 @contextmanager

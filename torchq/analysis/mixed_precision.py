@@ -114,7 +114,9 @@ class MixedPrecision(QuantConfig):
     def __str__(self) -> str:
         rows = [("layer", "format", "weights", f"damage ({self.metric})")]
         for c in self.choices:
-            rows.append((c.name or "(root)", c.format, f"{c.weights:,}", f"{c.damage:.2e}"))
+            rows.append(
+                (c.name or "(root)", c.format, f"{c.weights:,}", f"{c.damage:.2e}")
+            )
         costs = _listed(self.costs)
         budget = _listed(self.budget)
         return utils.table(
@@ -187,7 +189,9 @@ def mixed_precision(
         for name, choice in chosen.items()
         if name != FLOAT
     }
-    names = list(dict.fromkeys(name for c in candidates.values() for name in c.decisions))
+    names = list(
+        dict.fromkeys(name for c in candidates.values() for name in c.decisions)
+    )
     options: dict[str, Any] = {"forward": forward, "progress": progress}
     damages, metric_name = _damages(base, candidates, sample_batches, metric, options)
     broken = next((key for key, damage in damages.items() if math.isnan(damage)), None)
@@ -197,7 +201,11 @@ def mixed_precision(
             "output holds NaN or infinity: torchq.layer_errors names the layer it comes from"
         )
     run = partial(
-        call_model, base, sample_batches[0], forward=forward, device=utils.device_of(base)
+        call_model,
+        base,
+        sample_batches[0],
+        forward=forward,
+        device=utils.device_of(base),
     )
     facts = gather_facts(base, names, run, batch_size(sample_batches[0]))
     return _Search(candidates, list(chosen), damages, facts).config(budget, metric_name)
@@ -214,13 +222,17 @@ def check_budget(budget: Mapping[str, float]) -> None:
             kinds = ", ".join(BUDGETS)
             raise ConfigError(f"{_WHERE}: got budget {kind!r}; expected one of {kinds}")
         if not bound > 0:
-            raise ConfigError(f"{_WHERE}: got {kind}={bound!r}; expected a positive number")
+            raise ConfigError(
+                f"{_WHERE}: got {kind}={bound!r}; expected a positive number"
+            )
 
 
 def check_formats(choices: Sequence[FormatChoice]) -> None:
     """Raise ConfigError unless every choice is known, and one is a format of integers."""
     if not [name for name, _ in map(_named, choices) if name != FLOAT]:
-        raise ConfigError(f"{_WHERE}: got no formats; expected one at least, such as [4, 8]")
+        raise ConfigError(
+            f"{_WHERE}: got no formats; expected one at least, such as [4, 8]"
+        )
 
 
 def _named(choice: FormatChoice) -> tuple[str, QuantConfig | None]:
@@ -234,7 +246,10 @@ def _named(choice: FormatChoice) -> tuple[str, QuantConfig | None]:
         # The recipe called w4a4 has other first and last layers; here a layer has its own format.
         if width_match is None:
             return choice, recipes.by_name(choice)
-        widths = int(width_match[1]), None if width_match[2] is None else int(width_match[2])
+        widths = (
+            int(width_match[1]),
+            None if width_match[2] is None else int(width_match[2]),
+        )
     elif isinstance(choice, int):
         widths = choice, choice
     else:
@@ -284,7 +299,8 @@ def gather_facts(
         torch.no_grad(),
         utils.counting_operations(model) as total,
         utils.watching(
-            ((layer, partial(enter, name)) for name, layer in layers.items()), before=True
+            ((layer, partial(enter, name)) for name, layer in layers.items()),
+            before=True,
         ),
         utils.watching((layer, partial(leave, name)) for name, layer in layers.items()),
     ):
@@ -300,11 +316,15 @@ def _weight_count(module: nn.Module) -> int:
 def _widths(decision: Decision | None) -> tuple[int, int]:
     """Return the bits of the weight and of the input of a layer; without a decision it is float."""
     slots = (None, None) if decision is None else (decision.weight, decision.input)
-    weight, input = (_FLOAT_BITS if slot is None else slot.format.bits for slot in slots)
+    weight, input = (
+        _FLOAT_BITS if slot is None else slot.format.bits for slot in slots
+    )
     return weight, input
 
 
-def _costs(facts: LayerFacts, decision: Decision | None, total_weights: int) -> dict[str, float]:
+def _costs(
+    facts: LayerFacts, decision: Decision | None, total_weights: int
+) -> dict[str, float]:
     """Return the cost of one layer by kind of budget, beside the weights of all layers."""
     weight_bits, input_bits = _widths(decision)
     return {
@@ -338,7 +358,9 @@ def _candidate(
     example = None if forward is not None else batches[0]
     options: dict[str, Any] = {"forward": forward, "correct": False, "progress": False}
     with utils.random_kept():
-        report = quantize_(quantized, config, exclude=exclude, example=example, progress=False)
+        report = quantize_(
+            quantized, config, exclude=exclude, example=example, progress=False
+        )
         calibrate(quantized, batches, on_unseen="dynamic", **options)
     decisions = {d.name: d for d in report.replaced if d.input or d.weight}
     shared = [[path.rpartition(".")[0] for path in g] for g in shared_groups(quantized)]
@@ -370,7 +392,9 @@ def _damages(
             report = sensitivity(candidate.model, batches, metric, **options)
         for name, harm in report.harms().items():
             damages[name, format] = math.inf if math.isnan(harm) else harm
-    return damages, metric if isinstance(metric, str) else getattr(metric, "__name__", "metric")
+    return damages, metric if isinstance(metric, str) else getattr(
+        metric, "__name__", "metric"
+    )
 
 
 def _run_alone(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -389,7 +413,9 @@ def _estimated(
     for format, candidate in candidates.items():
         for name in candidate.decisions:
             run = partial(_run_alone, candidate.model.get_submodule(name))
-            disturbances.append(Disturbance((name, format), model.get_submodule(name), run))
+            disturbances.append(
+                Disturbance((name, format), model.get_submodule(name), run)
+            )
     call = partial(call_model, model, forward=forward, device=utils.device_of(model))
     shown = utils.progress_bar(batches, description="estimate damage", enabled=progress)
     with utils.random_kept():
@@ -427,12 +453,16 @@ class Problem:
         does the least damage for what it saves. Then single changes and pairs of them are made as
         long as they help; the better one of both results counts.
         """
-        shares = torch.stack([self.costs[kind] / bound for kind, bound in budget.items()])
+        shares = torch.stack(
+            [self.costs[kind] / bound for kind, bound in budget.items()]
+        )
         allowed = self.damages.isfinite()
         starts = [_least(self.damages, shares.sum(0))]
         starts.append(_least(shares.amax(0).where(allowed, math.inf), self.damages))
         within = [_within(self.damages, shares, start) for start in starts]
-        improved = [_improved(self.damages, shares, choice) for choice in within if choice]
+        improved = [
+            _improved(self.damages, shares, choice) for choice in within if choice
+        ]
         return min(improved, key=lambda choice: self.figures(choice)[0], default=None)
 
     def front(self, budget: Mapping[str, float], count: int) -> list[list[int]]:
@@ -448,7 +478,9 @@ class Problem:
         choices: list[list[int]] = []
         for bound in tried:
             choice = self.solve({**budget, kind: max(bound, 1e-30) * _ALLOWED})
-            damages = [self.figures(c)[0] for c in (choice, *choices[-1:]) if c is not None]
+            damages = [
+                self.figures(c)[0] for c in (choice, *choices[-1:]) if c is not None
+            ]
             if choice is not None and (not choices or damages[0] < damages[1]):
                 choices.append(choice)
         return choices
@@ -491,7 +523,11 @@ def _within(damages: Tensor, shares: Tensor, choice: list[int]) -> list[int] | N
         over = (sums - _ALLOWED).clamp(min=0).sum()
         if over <= 0:
             return choice
-        after = (sums[:, None, None] + _changes(shares, choice) - _ALLOWED).clamp(min=0).sum(0)
+        after = (
+            (sums[:, None, None] + _changes(shares, choice) - _ALLOWED)
+            .clamp(min=0)
+            .sum(0)
+        )
         saved = over - after
         worse = _changes(damages, choice)
         price = (worse / saved).where((saved > 1e-15) & worse.isfinite(), math.inf)
@@ -542,10 +578,16 @@ class _Search:
         for name, facts in self.facts.items():
             for tensor in facts.reads:
                 readers.setdefault(tensor, []).append(name)
-        shared = [names for candidate in self.candidates.values() for names in candidate.shared]
+        shared = [
+            names
+            for candidate in self.candidates.values()
+            for names in candidate.shared
+        ]
         for names in (*shared, *readers.values()):
             old = {group_of[name] for name in names if name in group_of}
-            group_of |= {name: min(old) for name, number in group_of.items() if number in old}
+            group_of |= {
+                name: min(old) for name, number in group_of.items() if number in old
+            }
         members: dict[int, list[str]] = {}
         for name, number in group_of.items():
             members.setdefault(number, []).append(name)
@@ -568,12 +610,18 @@ class _Search:
         groups = self._groups()
         problem = self._problem(list(groups.values()))
         best = self._point(groups, problem, problem.require(budget))
-        front = [self._point(groups, problem, c) for c in problem.front(budget, _POINTS)]
+        front = [
+            self._point(groups, problem, c) for c in problem.front(budget, _POINTS)
+        ]
         group_of = {name: number for number, names in groups.items() for name in names}
         return MixedPrecision(
-            rules=tuple(_exact_rule(n, self._decision(n, f)) for n, f in best.formats.items()),
+            rules=tuple(
+                _exact_rule(n, self._decision(n, f)) for n, f in best.formats.items()
+            ),
             name="mixed",
-            choices=tuple(self._choice(n, f, group_of[n]) for n, f in best.formats.items()),
+            choices=tuple(
+                self._choice(n, f, group_of[n]) for n, f in best.formats.items()
+            ),
             front=tuple(front),
             budget=dict(budget),
             costs=best.costs,
@@ -586,15 +634,22 @@ class _Search:
         total = sum(facts.weights for facts in self.facts.values())
         damages = {(n, f): self._damage(n, f) for n in self.facts for f in self.formats}
         costs = {
-            (name, format): _costs(self.facts[name], self._decision(name, format), total)
+            (name, format): _costs(
+                self.facts[name], self._decision(name, format), total
+            )
             for name, format in damages
         }
 
         def summed(figures: Mapping[tuple[str, str], float]) -> Tensor:
-            rows = [[sum(figures[n, f] for n in names) for f in self.formats] for names in groups]
+            rows = [
+                [sum(figures[n, f] for n in names) for f in self.formats]
+                for names in groups
+            ]
             return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
-        by_kind = {k: summed({key: cost[k] for key, cost in costs.items()}) for k in BUDGETS}
+        by_kind = {
+            k: summed({key: cost[k] for key, cost in costs.items()}) for k in BUDGETS
+        }
         return Problem(summed(damages), by_kind)
 
     def _point(
@@ -611,7 +666,9 @@ class _Search:
     def _choice(self, name: str, format: str, group: int) -> LayerChoice:
         weights = self.facts[name].weights
         widths = _widths(self._decision(name, format))
-        return LayerChoice(name, format, self._damage(name, format), weights, *widths, group)
+        return LayerChoice(
+            name, format, self._damage(name, format), weights, *widths, group
+        )
 
 
 def _exact_rule(name: str, decision: Decision | None) -> Rule:

@@ -109,7 +109,9 @@ def scores_in(output: object) -> list[Tensor]:
 def only_scores(output: object) -> Tensor | None:
     """Return the scores where it is plain which tensor holds them: by its name, or alone."""
     candidates = _named(output) or results_in(output)
-    return candidates[0] if len(candidates) == 1 and _has_classes(candidates[0]) else None
+    return (
+        candidates[0] if len(candidates) == 1 and _has_classes(candidates[0]) else None
+    )
 
 
 def _named(output: object) -> list[Tensor]:
@@ -125,7 +127,9 @@ def _fields(output: object) -> Iterator[tuple[str, Any]]:
     if isinstance(output, Mapping):
         yield from ((str(name), value) for name, value in output.items())
     elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        yield from ((f.name, getattr(output, f.name)) for f in dataclasses.fields(output))
+        yield from (
+            (f.name, getattr(output, f.name)) for f in dataclasses.fields(output)
+        )
 
 
 def class_axis(output: Tensor) -> int:
@@ -156,7 +160,9 @@ class Sqnr:
     def sums(self, output: object, reference: object, batch: object) -> list[float]:
         """Return signal and noise of each output of one batch, one after the other."""
         sums: list[float] = []
-        for value, expected in zip(results_in(output), results_in(reference), strict=False):
+        for value, expected in zip(
+            results_in(output), results_in(reference), strict=False
+        ):
             noise = Noise()
             noise.add(value, expected)
             sums += [noise.signal, noise.noise]
@@ -358,7 +364,9 @@ def compare_outputs(
     scores: list[float | None] = [None, None]
     objects = 0
     with untouched(model):
-        for batch in progress_bar(batches, description="compare outputs", enabled=progress):
+        for batch in progress_bar(
+            batches, description="compare outputs", enabled=progress
+        ):
             start = RandomState.now()
             with quantizing_only(active):
                 expected = call(batch)
@@ -417,7 +425,9 @@ def user_metric(where: str, metric: Any) -> Score | Evaluation | Detections | No
 
 def _agreement(found: object, expected: object) -> list[float]:
     """Return for one batch: equal predictions, all predictions, 1 where shapes differ."""
-    shapes = [[tensor.shape for tensor in results_in(output)] for output in (found, expected)]
+    shapes = [
+        [tensor.shape for tensor in results_in(output)] for output in (found, expected)
+    ]
     differ = float(shapes[0] != shapes[1])
     ours, theirs = only_scores(found), only_scores(expected)
     if ours is None or theirs is None or ours.shape != theirs.shape:

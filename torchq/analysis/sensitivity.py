@@ -140,7 +140,9 @@ class SensitivityReport:
         # Estimates grow with the harm, and all other figures fall.
         start, end = (max(finite), min(finite)) if self.rising else (0.0, max(finite))
         width = end - start
-        return [(v - start) / width if width and math.isfinite(v) else 0.0 for v in values]
+        return [
+            (v - start) / width if width and math.isfinite(v) else 0.0 for v in values
+        ]
 
     def __str__(self) -> str:
         """Return the first ranks, and what follows from them."""
@@ -162,7 +164,9 @@ class SensitivityReport:
         if self.unseen:
             parts.append(f"not reached: {', '.join(self.unseen)}")
         if math.isnan(self.baseline):
-            parts.append("torchq.layer_errors names the layer that NaN or infinity comes from")
+            parts.append(
+                "torchq.layer_errors names the layer that NaN or infinity comes from"
+            )
         elif self.rows:
             parts.append(f"try exclude={self.worst(2)!r}")
         if len(ranked) > most:
@@ -224,7 +228,11 @@ def sensitivity(
         raise ConfigError(
             f"{_WHERE}: got scope {scope!r}; expected one of {', '.join(map(repr, _SCOPES))}"
         )
-    groups = {layer.name: group for layer in layers if (group := getattr(layer, _SCOPES[scope]))}
+    groups = {
+        layer.name: group
+        for layer in layers
+        if (group := getattr(layer, _SCOPES[scope]))
+    }
     call = partial(call_model, model, forward=forward, device=device_of(model))
     run = _Run(model, layers, groups, call, progress)
     chosen = None if metric == "fisher" else find_metric(_WHERE, metric)
@@ -255,7 +263,9 @@ class Disturbance:
 
 
 def fisher_costs(
-    call: Callable[[Any], Any], batches: Iterable[object], disturbances: Collection[Disturbance]
+    call: Callable[[Any], Any],
+    batches: Iterable[object],
+    disturbances: Collection[Disturbance],
 ) -> dict[Any, float]:
     """Return the estimate of each key, for one prediction; those of one key happen together.
 
@@ -286,7 +296,9 @@ def _drawn_gradients(
             along = (_drawn_direction(scores, generator) * scores).sum()
         another_follows = probe < _PROBES - 1
         gradients.append(
-            torch.autograd.grad(along, points, retain_graph=another_follows, allow_unused=True)
+            torch.autograd.grad(
+                along, points, retain_graph=another_follows, allow_unused=True
+            )
         )
     return gradients
 
@@ -310,7 +322,11 @@ def _drawn_direction(scores: Tensor, generator: torch.Generator) -> Tensor:
     """
     axis = class_axis(scores)
     chances = scores.detach().float().softmax(axis)
-    signs = torch.randint(0, 2, scores.shape, generator=generator, device="cpu").to(chances) * 2 - 1
+    signs = (
+        torch.randint(0, 2, scores.shape, generator=generator, device="cpu").to(chances)
+        * 2
+        - 1
+    )
     drawn = chances.sqrt() * signs
     return (drawn - chances * drawn.sum(axis, keepdim=True)).to(scores.dtype)
 
@@ -348,10 +364,14 @@ class _Taps:
         self.points += points
         waiting = iter(points)
         # The sum is a new tensor, so that code in place does not change the one that is kept.
-        return map_tensors(output, lambda t: t + next(waiting) if t.is_floating_point() else t)
+        return map_tensors(
+            output, lambda t: t + next(waiting) if t.is_floating_point() else t
+        )
 
     @torch.no_grad()
-    def squares(self, gradients: Sequence[Sequence[Tensor | None]], size: int) -> dict[Any, float]:
+    def squares(
+        self, gradients: Sequence[Sequence[Tensor | None]], size: int
+    ) -> dict[Any, float]:
         """Return for each key the sum of squared products with the gradients, over samples."""
         # One disturbance after the other, so that they need not lie in memory together.
         products: dict[Any, list[Tensor]] = {}
@@ -361,7 +381,11 @@ class _Taps:
                 for place, value in enumerate(moved[: len(tap.outputs)]):
                     move = value - tap.outputs[place]
                     tap_gradients = [g[tap.first + place] for g in gradients]
-                    new = [_of_samples(g * move, size) for g in tap_gradients if g is not None]
+                    new = [
+                        _of_samples(g * move, size)
+                        for g in tap_gradients
+                        if g is not None
+                    ]
                     earlier = products.get(disturbance.key)
                     products[disturbance.key] = _added(earlier, new)
         return {
@@ -400,7 +424,10 @@ class _Run:
     progress: bool
 
     def compare(
-        self, metric: Sqnr | Score | Detections, batches: Iterable[object], most: int | None
+        self,
+        metric: Sqnr | Score | Detections,
+        batches: Iterable[object],
+        most: int | None,
     ) -> dict[str, float]:
         """Measure the outputs for each layer, batch by batch."""
         active = active_quantizers(self.model)
@@ -431,14 +458,22 @@ class _Run:
         if isinstance(metric, Detections):
             metric.check_count(_required(sums)[_NOTHING])
         reached |= {_EVERYTHING, _NOTHING}
-        return {name: metric.value(row) for name, row in _required(sums).items() if name in reached}
+        return {
+            name: metric.value(row)
+            for name, row in _required(sums).items()
+            if name in reached
+        }
 
     def _cases(self) -> dict[str, list[TensorQuantizer]]:
         """Return the quantizers that are on in each run; nothing quantized comes first."""
-        of_groups = {name: list(quantizers.values()) for name, quantizers in self.groups.items()}
+        of_groups = {
+            name: list(quantizers.values()) for name, quantizers in self.groups.items()
+        }
         return {_NOTHING: [], _EVERYTHING: active_quantizers(self.model), **of_groups}
 
-    def _noting(self, reached: set[str]) -> Iterator[tuple[nn.Module, Callable[..., None]]]:
+    def _noting(
+        self, reached: set[str]
+    ) -> Iterator[tuple[nn.Module, Callable[..., None]]]:
         """Yield what adds the name of a layer if it or a quantizer of it is called."""
         for name, group in self.groups.items():
             for part in (self.model.get_submodule(name), *group.values()):
@@ -449,7 +484,9 @@ class _Run:
         active = active_quantizers(self.model)
         cases = self._cases()
         values = {}
-        shown = progress_bar(list(cases), description=_WHERE, unit="run", enabled=self.progress)
+        shown = progress_bar(
+            list(cases), description=_WHERE, unit="run", enabled=self.progress
+        )
         for name in shown:
             with quantizing_only(active, cases[name]):
                 values[name] = metric.of(self.model)
@@ -462,20 +499,30 @@ class _Run:
         disturbances = [
             d for name, group in chosen.items() for d in self._disturbances(name, group)
         ]
-        shown = progress_bar(batches, description=_WHERE, most=most, enabled=self.progress)
+        shown = progress_bar(
+            batches, description=_WHERE, most=most, enabled=self.progress
+        )
         with quantizing_only(active_quantizers(self.model)):
-            return _required(fisher_costs(self.call, shown, disturbances)) | {_NOTHING: 0.0}
+            return _required(fisher_costs(self.call, shown, disturbances)) | {
+                _NOTHING: 0.0
+            }
 
-    def _disturbances(self, key: str, chosen: dict[str, TensorQuantizer]) -> list[Disturbance]:
+    def _disturbances(
+        self, key: str, chosen: dict[str, TensorQuantizer]
+    ) -> list[Disturbance]:
         """Return what quantizing ``chosen`` alone does to each layer that has some of them."""
         chosen_ids = {id(q) for q in chosen.values()}
         disturbances = []
         for layer in self.layers:
-            layer_quantizers = [q for q in layer.quantizers.values() if id(q) in chosen_ids]
+            layer_quantizers = [
+                q for q in layer.quantizers.values() if id(q) in chosen_ids
+            ]
             if layer_quantizers:
                 disturbances.append(
                     Disturbance(
-                        key, layer.module, partial(_run_with, layer.module, layer_quantizers)
+                        key,
+                        layer.module,
+                        partial(_run_with, layer.module, layer_quantizers),
                     )
                 )
         return disturbances

@@ -8,10 +8,22 @@ from torch import Tensor
 
 from torchq.calib import estimators
 from torchq.calib.histogram import Histogram, HistogramObserver
-from torchq.calib.observer import MaxObserver, MovingAverageObserver, Observer, gather_full_tensor
+from torchq.calib.observer import (
+    MaxObserver,
+    MovingAverageObserver,
+    Observer,
+    gather_full_tensor,
+)
 from torchq.calib.search import search_range
 from torchq.errors import CalibrationError, ConfigError
-from torchq.formats import INT8, POWER_OF_TWO, Format, Granularity, PerTensor, integer_format
+from torchq.formats import (
+    INT8,
+    POWER_OF_TWO,
+    Format,
+    Granularity,
+    PerTensor,
+    integer_format,
+)
 from torchq.functional import Range
 from torchq.utils import Registry, short_repr
 
@@ -123,13 +135,19 @@ class Calibrator:
         settings = options
         if observe is HistogramObserver:
             self.method = "entropy" if method == "histogram" else method
-            settings = {name: value for name, value in options.items() if name == "num_bins"}
-            self.options = {name: value for name, value in options.items() if name != "num_bins"}
+            settings = {
+                name: value for name, value in options.items() if name == "num_bins"
+            }
+            self.options = {
+                name: value for name, value in options.items() if name != "num_bins"
+            }
             check_options(self.method, self.options, format)
         # Each side of zero is the positive side of one observer.
         signs = (format.signed,) if symmetric else (False, False)
         try:
-            observers = [observe(self.granularity, signed=signed, **settings) for signed in signs]
+            observers = [
+                observe(self.granularity, signed=signed, **settings) for signed in signs
+            ]
         except TypeError as error:
             raise ConfigError(
                 f"calibration method {method!r}: got options {sorted(options)}; {error}"
@@ -254,7 +272,9 @@ class Calibrator:
         device = self.observers[0].counts.device
         return estimated.map(lambda end: end.to(device))
 
-    def _estimate(self, method: str, sides: list[Histogram], options: dict[str, Any]) -> Range:
+    def _estimate(
+        self, method: str, sides: list[Histogram], options: dict[str, Any]
+    ) -> Range:
         """Return the range of histograms: of the magnitudes, or of both sides of zero."""
         if not self.symmetric and method in _TOGETHER:
             return _TOGETHER[method](*sides, self.format, self.scale_format, **options)

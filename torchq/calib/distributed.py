@@ -78,7 +78,10 @@ class _Link:
     """Reductions over one process group, on one device, with a time limit."""
 
     def __init__(
-        self, group: dist.ProcessGroup | None, device: torch.device | str | None, timeout: float
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device | str | None,
+        timeout: float,
     ) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise CalibrationError(
@@ -100,7 +103,9 @@ class _Link:
 
     def gather(self, values: Tensor) -> list[Any]:
         """Return the int64 values of all ranks, nested as they are, in the order of the ranks."""
-        table = torch.zeros(self.world_size, *values.shape, dtype=torch.int64, device="cpu")
+        table = torch.zeros(
+            self.world_size, *values.shape, dtype=torch.int64, device="cpu"
+        )
         table[self.rank] = values
         return self.reduce("sum", table).tolist()
 
@@ -123,7 +128,9 @@ class _Link:
 
 def _check_equal_observers(link: _Link, observers: list[Observer]) -> None:
     """Raise an error unless all ranks have the same number of observers with equal settings."""
-    checksum = zlib.crc32(repr([observer.settings() for observer in observers]).encode())
+    checksum = zlib.crc32(
+        repr([observer.settings() for observer in observers]).encode()
+    )
     # A message of fixed size cannot itself have different shapes on different ranks.
     by_rank = link.gather(torch.tensor([len(observers), checksum], device="cpu"))
     if any(of_rank != by_rank[0] for of_rank in by_rank):
@@ -135,7 +142,9 @@ def _check_equal_observers(link: _Link, observers: list[Observer]) -> None:
         )
 
 
-def _prepare(link: _Link, observers: list[Observer], names: Sequence[str]) -> list[list[int]]:
+def _prepare(
+    link: _Link, observers: list[Observer], names: Sequence[str]
+) -> list[list[int]]:
     """Prepare the observers that only other ranks gave data to; return the batches of each rank."""
     # A row for each observer: its batches, the number of dimensions of its amax, their sizes.
     table = torch.zeros(len(observers), 2 + _MAX_DIMS, dtype=torch.int64, device="cpu")

@@ -34,7 +34,9 @@ def largest(histogram: Histogram, format: Format) -> Tensor:
     return histogram.amax.reshape(histogram.shape).clone()
 
 
-def percentile(histogram: Histogram, format: Format, *, percentile: float = 99.99) -> Tensor:
+def percentile(
+    histogram: Histogram, format: Format, *, percentile: float = 99.99
+) -> Tensor:
     """Return the value that ``percentile`` % of the magnitudes do not exceed.
 
     The value is interpolated within its bin; 0 < percentile <= 100.
@@ -51,7 +53,9 @@ def percentile(histogram: Histogram, format: Format, *, percentile: float = 99.9
     below_bin = cumulative.gather(1, index) - in_bin
     fraction = (covered - below_bin) / in_bin.clamp(min=1)
     value = ((index + fraction) * histogram.width.unsqueeze(1)).float().squeeze(1)
-    return _limit_to_data(torch.where(cumulative[:, -1] > 0, value, torch.inf), histogram)
+    return _limit_to_data(
+        torch.where(cumulative[:, -1] > 0, value, torch.inf), histogram
+    )
 
 
 def mse(histogram: Histogram, format: Format) -> Tensor:
@@ -62,7 +66,9 @@ def mse(histogram: Histogram, format: Format) -> Tensor:
     if _non_negative_values(format, histogram) is None:
         return largest(histogram, format)
     counts = histogram.counts.double().t()
-    centers = torch.arange(counts.shape[0], device=counts.device, dtype=torch.float64) + 0.5
+    centers = (
+        torch.arange(counts.shape[0], device=counts.device, dtype=torch.float64) + 0.5
+    )
     candidates = torch.arange(1, counts.shape[0] + 1, device=counts.device)
     # The error of a center under a candidate does not depend on the counts, so all groups share
     # one matrix of errors.
@@ -104,7 +110,9 @@ def entropy(histogram: Histogram, format: Format) -> Tensor:
         divergences(histogram.counts.double(), part, starts)
         for part in candidates.split(max(1, _RUNS_TOGETHER // values.numel()))
     ]
-    return _limit_to_data(_best_edge(torch.cat(scores, 1), candidates, histogram), histogram)
+    return _limit_to_data(
+        _best_edge(torch.cat(scores, 1), candidates, histogram), histogram
+    )
 
 
 def divergences(counts: Tensor, candidates: Tensor, starts: Tensor) -> Tensor:
@@ -252,7 +260,9 @@ def entropy_range(
     counts = upper_counts + lower_counts
     # Each side counts the values of the other one as zeros.
     counts[:, 0] = torch.minimum(upper_counts[:, 0], lower_counts[:, 0])
-    magnitudes = Histogram(counts, width, torch.maximum(upper.amax, lower.amax), upper.shape)
+    magnitudes = Histogram(
+        counts, width, torch.maximum(upper.amax, lower.amax), upper.shape
+    )
     threshold = entropy(magnitudes, integer_format(max(2, format.bits)))
     high = torch.minimum(threshold, upper.amax.view(upper.shape))
     low = torch.minimum(threshold, lower.amax.view(lower.shape))

@@ -57,7 +57,10 @@ class Histogram:
     def to(self, device: torch.device | str) -> Histogram:
         """Return the same histogram on ``device``."""
         return Histogram(
-            self.counts.to(device), self.width.to(device), self.amax.to(device), self.shape
+            self.counts.to(device),
+            self.width.to(device),
+            self.amax.to(device),
+            self.shape,
         )
 
 
@@ -100,7 +103,9 @@ class HistogramObserver(Observer):
     def histogram(self) -> Histogram:
         """Return the statistics so far; they share memory with this observer until it observes."""
         assert self.shape is not None
-        return Histogram(self.counts, power_of_two(self.exponent), self.amax, self.shape)
+        return Histogram(
+            self.counts, power_of_two(self.exponent), self.amax, self.shape
+        )
 
     def _allocate(self, shape: tuple[int, ...], device: torch.device) -> None:
         groups = torch.Size(shape).numel()
@@ -113,7 +118,9 @@ class HistogramObserver(Observer):
                 f"with {bins} bins. Use method='max'"
             )
         self.counts = torch.zeros(groups, bins, dtype=torch.int64, device=device)
-        self.exponent = torch.full((groups,), MIN_EXPONENT, dtype=torch.int32, device=device)
+        self.exponent = torch.full(
+            (groups,), MIN_EXPONENT, dtype=torch.int32, device=device
+        )
         self.amax = torch.zeros(groups, dtype=torch.float32, device=device)
 
     def _move(self, device: torch.device) -> None:
@@ -167,7 +174,9 @@ def bin_exponent(amax: Tensor, num_bins: int) -> Tensor:
     mantissa, exponent = torch.frexp(amax)
     limit, shift = math.frexp(num_bins)
     exponent = exponent - shift + (mantissa >= limit).to(torch.int32)
-    return torch.where(amax > 0, exponent.clamp(min=MIN_EXPONENT), MIN_EXPONENT).to(torch.int32)
+    return torch.where(amax > 0, exponent.clamp(min=MIN_EXPONENT), MIN_EXPONENT).to(
+        torch.int32
+    )
 
 
 def merge_bins(counts: Tensor, doublings: Tensor) -> Tensor:
@@ -182,7 +191,9 @@ def merge_bins(counts: Tensor, doublings: Tensor) -> Tensor:
     return merged.view(groups, bins)
 
 
-def count_on_cpu_(counts: Tensor, x: Tensor, inverse_width: Tensor, signed: bool) -> None:
+def count_on_cpu_(
+    counts: Tensor, x: Tensor, inverse_width: Tensor, signed: bool
+) -> None:
     """Add the histogram of finite ``x`` in host memory to ``counts`` in place.
 
     ``counts`` is (groups, bins) int64, ``x`` is (before, groups, after), and ``inverse_width`` is
@@ -192,7 +203,9 @@ def count_on_cpu_(counts: Tensor, x: Tensor, inverse_width: Tensor, signed: bool
     max_groups = max(1, _INT16_INDICES // bins)
     size = min(_CPU_PIECE, x.numel())
     dtype = torch.int16 if max_groups * bins <= _INT16_INDICES else torch.int32
-    offset = torch.arange(0, max_groups * bins, bins, dtype=dtype, device=x.device).view(-1, 1)
+    offset = torch.arange(
+        0, max_groups * bins, bins, dtype=dtype, device=x.device
+    ).view(-1, 1)
     # All pieces share two buffers, because allocating memory costs more than the arithmetic.
     scaled_buffer = torch.empty(size, dtype=torch.float32, device=x.device)
     index_buffer = torch.empty(size, dtype=dtype, device=x.device)
@@ -203,7 +216,9 @@ def count_on_cpu_(counts: Tensor, x: Tensor, inverse_width: Tensor, signed: bool
         _write_bin_indices(part, inverse_width[where], signed, scaled, index)
         if groups > 1:
             index.add_(offset[:groups])
-        counts[where] += torch.bincount(index.view(-1), minlength=groups * bins).view(groups, bins)
+        counts[where] += torch.bincount(index.view(-1), minlength=groups * bins).view(
+            groups, bins
+        )
 
 
 def count_on_device_(

@@ -118,7 +118,9 @@ class Observer(ABC):
             assert self.nonfinite is not None
             self.nonfinite = self.nonfinite + ~finite
             if negative is not None:
-                before = 0 if self.negative is None else self.negative.to(negative.device)
+                before = (
+                    0 if self.negative is None else self.negative.to(negative.device)
+                )
                 self.negative = before + negative.long()
             self._observe(parts, amax, finite)
         self.batches += 1
@@ -141,7 +143,12 @@ class Observer(ABC):
 
     def settings(self) -> tuple[object, ...]:
         """Return what must be equal on every rank."""
-        return (type(self).__name__, self.granularity, self.signed, self.tracks_negative)
+        return (
+            type(self).__name__,
+            self.granularity,
+            self.signed,
+            self.tracks_negative,
+        )
 
     @abstractmethod
     def _allocate(self, shape: tuple[int, ...], device: torch.device) -> None:
@@ -201,7 +208,9 @@ class MovingAverageObserver(Observer):
                 f"momentum: got {momentum}; expected 0 <= momentum < 1, the weight of the past"
             )
         self.momentum = momentum
-        self.window = 1 if momentum == 0 else max(1, math.ceil(-25 / math.log2(momentum)))
+        self.window = (
+            1 if momentum == 0 else max(1, math.ceil(-25 / math.log2(momentum)))
+        )
         super().__init__(granularity, signed=signed)
 
     def settings(self) -> tuple[object, ...]:
@@ -216,13 +225,17 @@ class MovingAverageObserver(Observer):
         age = torch.arange(len(values) - 1, -1, -1, dtype=torch.float64, device="cpu")
         weights = self.momentum**age * (1 - self.momentum)
         weights[0] = self.momentum ** (len(self.recent) - 1)
-        return torch.tensordot(weights, values, dims=1).float().to(self.recent[0].device)
+        return (
+            torch.tensordot(weights, values, dims=1).float().to(self.recent[0].device)
+        )
 
     def _allocate(self, shape: tuple[int, ...], device: torch.device) -> None:
         self.recent = deque(maxlen=self.window)
 
     def _move(self, device: torch.device) -> None:
-        self.recent = deque((amax.to(device) for amax in self.recent), maxlen=self.window)
+        self.recent = deque(
+            (amax.to(device) for amax in self.recent), maxlen=self.window
+        )
 
     def _observe(self, parts: Tensor, amax: Tensor, finite: Tensor) -> None:
         assert self.shape is not None
@@ -235,7 +248,9 @@ class MovingAverageObserver(Observer):
         # Each rank fills its own rows and leaves the others zero. Adding zeros is exact, so this
         # sum is a gather that every backend supports.
         device = self.nonfinite.device
-        rows = torch.zeros(sum(rows_by_rank), *self.shape, dtype=torch.float32, device=device)
+        rows = torch.zeros(
+            sum(rows_by_rank), *self.shape, dtype=torch.float32, device=device
+        )
         first = sum(rows_by_rank[:rank])
         for offset, amax in enumerate(self.recent):
             rows[first + offset] = amax

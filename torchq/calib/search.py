@@ -82,13 +82,18 @@ def search_range(
                 return _squared_error(x, values, granularity, largest.shape)
 
             # From the whole range down in equal steps, so that of equal errors the widest wins.
-            steps = ((1.0 - _SMALLEST_FRACTION) * i / (candidates - 1) for i in range(candidates))
+            steps = (
+                (1.0 - _SMALLEST_FRACTION) * i / (candidates - 1)
+                for i in range(candidates)
+            )
             tried = [(largest * (1.0 - step),) for step in steps]
             (amax,) = least_error(tried, error)
             return amax
 
         rows_are_independent = x.dim() > 0 and whole.high.shape[:1] == x.shape[:1]
-        joins_rows = scale_format is not None and not isinstance(scale_format, ScaleType)
+        joins_rows = scale_format is not None and not isinstance(
+            scale_format, ScaleType
+        )
         if joins_rows or not rows_are_independent:
             return Range(best(x, whole.high))
         # Rows do not share an amax, so each piece stays in the cache through all candidates.
@@ -98,7 +103,11 @@ def search_range(
 
 
 def _search_ends(
-    x: Tensor, whole: Range, format: Format, granularity: Granularity, scale_format: Format | None
+    x: Tensor,
+    whole: Range,
+    format: Format,
+    granularity: Granularity,
+    scale_format: Format | None,
 ) -> Range:
     """Return the best ends of each group of ``x`` within the whole range."""
     assert whole.low is not None
@@ -126,7 +135,8 @@ def least_error(
             least = torch.full_like(candidate_error, torch.inf)
         is_better = candidate_error < least
         best = tuple(
-            torch.where(is_better, new, old) for new, old in zip(candidate, best, strict=True)
+            torch.where(is_better, new, old)
+            for new, old in zip(candidate, best, strict=True)
         )
         least = torch.where(is_better, candidate_error, least)
     return best
@@ -173,7 +183,9 @@ def total_error(
     scale_format: Format | None = None,
 ) -> Tensor:
     """Return ``sum(counts * error ** 2)`` of each group; both are (groups, n)."""
-    scale, point = scale_and_zero_point(amin.double(), amax.double(), format, scale_format)
+    scale, point = scale_and_zero_point(
+        amin.double(), amax.double(), format, scale_format
+    )
     rows = max(1, _PIECE // values.shape[1])
     pieces = zip(
         values.split(rows),

@@ -62,13 +62,17 @@ def run_convert(options: argparse.Namespace) -> int:
     with replacing(target) as (temporary,):
         torch.export.save(program, temporary)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(f"read {options.file}: {len(model.graph.nodes)} nodes, {parameters} parameters")
+    print(
+        f"read {options.file}: {len(model.graph.nodes)} nodes, {parameters} parameters"
+    )
     print(f"wrote {target}; load it with torch.export.load({str(target)!r}).module()")
     return 0
 
 
 def _sizes(text: str) -> list[int]:
-    if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", text, re.ASCII) or "0" in text.split(","):
+    if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", text, re.ASCII) or "0" in text.split(
+        ","
+    ):
         raise ConfigError(f"--shape {text}: expected sizes as 1,3,224,224")
     return [int(size) for size in text.split(",")]
 
@@ -87,13 +91,17 @@ def _random_inputs(model: Any, shapes: list[list[int]]) -> tuple[Tensor, ...]:
         if shapes:
             sizes = shapes[number]
         if not sizes:
-            raise ConfigError(f"the file does not state the shape of {name!r}; pass --shape")
+            raise ConfigError(
+                f"the file does not state the shape of {name!r}; pass --shape"
+            )
         with explained(f"--shape {','.join(map(str, sizes))}"):
             result.append(torch.randn(sizes))
     return tuple(result)
 
 
-def _export(model: nn.Module, example: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
+def _export(
+    model: nn.Module, example: tuple[Tensor, ...]
+) -> torch.export.ExportedProgram:
     try:
         return torch.export.export(model, example)
     except Exception as error:  # torch.export raises many kinds of errors
@@ -125,7 +133,9 @@ def _check(args: argparse.Namespace) -> None:
     report = _report_path(args)
     if report is not None:
         check_folder("--report", report)
-        check_different({"--export": args.export, "--save": args.save, "--report": report})
+        check_different(
+            {"--export": args.export, "--save": args.save, "--report": report}
+        )
     if args.report:
         check_path(args.report)
     if args.export:
@@ -144,8 +154,14 @@ def _check_has_files(args: argparse.Namespace) -> None:
     if runtime is None or runtime.file is not None or _own_writer(args) is not None:
         return
     endings = ", ".join(runtime.writers())
-    expected = f"a name that ends in {endings}" if endings else "a target that reads ONNX"
-    advice = "" if endings else ". Leave out --export, and --save the numbers that it would compute"
+    expected = (
+        f"a name that ends in {endings}" if endings else "a target that reads ONNX"
+    )
+    advice = (
+        ""
+        if endings
+        else ". Leave out --export, and --save the numbers that it would compute"
+    )
     raise ConfigError(
         f"--export {args.export}: there are no ONNX files for {runtime.name}; expected {expected}"
         f"{advice}"
@@ -167,18 +183,29 @@ def _report_path(args: argparse.Namespace) -> str | None:
 
 
 def _compare(
-    found: Prepared, metric: object, args: argparse.Namespace, say: Callable[[object], None]
+    found: Prepared,
+    metric: object,
+    args: argparse.Namespace,
+    say: Callable[[object], None],
 ) -> dict[str, Any] | None:
     """Say how far the quantized model is from the float one, and return the figures."""
     if not args.compare or named_ranges(args):
         return None
     outputs = compare_outputs(found.model, found.held_out, metric)
-    where = "data that it was not calibrated with" if found.is_held_out else "its calibration data"
+    where = (
+        "data that it was not calibrated with"
+        if found.is_held_out
+        else "its calibration data"
+    )
     parts = [f"signal to noise {outputs.sqnr:.1f} dB"]
     if outputs.agreement is not None:
-        parts.insert(0, f"same class for {outputs.agreement:.2%} of {outputs.predictions}")
+        parts.insert(
+            0, f"same class for {outputs.agreement:.2%} of {outputs.predictions}"
+        )
     if outputs.score is not None:
-        parts.insert(0, f"{outputs.metric} {outputs.float_score:.4g} -> {outputs.score:.4g}")
+        parts.insert(
+            0, f"{outputs.metric} {outputs.float_score:.4g} -> {outputs.score:.4g}"
+        )
     say(f"beside the float model, on {where}: {', '.join(parts)}")
     return {**vars(outputs), "held_out": found.is_held_out}
 
@@ -191,7 +218,9 @@ def _write(
     written = {}
     if args.save:
         torchq.save(model, args.save)
-        say(f"wrote {args.save}: load it with\n  {load_text(args.model, args.save, args.weights)}")
+        say(
+            f"wrote {args.save}: load it with\n  {load_text(args.model, args.save, args.weights)}"
+        )
         written["save"] = args.save
     if args.export and (write := _own_writer(args)):
         say(write(model, (found.example,), Path(args.export)))
@@ -213,14 +242,19 @@ def _write(
 
 
 def _report(
-    found: Prepared, metric: object, args: argparse.Namespace, say: Callable[[object], None]
+    found: Prepared,
+    metric: object,
+    args: argparse.Namespace,
+    say: Callable[[object], None],
 ) -> str | None:
     """Write the report, and return its path; one that nobody asked for may fail."""
     path = _report_path(args)
     if path is None:
         return None
     try:
-        torchq.report(found.model, found.held_out, path, metric, plan=args.report is not None)
+        torchq.report(
+            found.model, found.held_out, path, metric, plan=args.report is not None
+        )
     except TorchqError as error:
         if args.report:
             raise
@@ -237,15 +271,21 @@ def _show(args: argparse.Namespace, text: object, data: Callable[[], Any]) -> No
 def run_doctor(args: argparse.Namespace) -> int:
     """Look for mistakes; 1 if there is an error."""
     prepared = prepare(args, say=quiet, held_out=0, check=lambda: read_metric(args))
-    report = torchq.doctor(prepared.model, prepared.calibration, metric=read_metric(args))
+    report = torchq.doctor(
+        prepared.model, prepared.calibration, metric=read_metric(args)
+    )
     _show(args, report, lambda: plain({"ok": report.ok, **dataclasses.asdict(report)}))
     return 0 if report.ok else 1
 
 
 def run_report(args: argparse.Namespace) -> int:
     """Write or print the report."""
-    prepared = prepare(args, say=quiet, held_out=args.num_batches, check=lambda: _check_out(args))
-    report = torchq.report(prepared.model, prepared.held_out, args.out, read_metric(args))
+    prepared = prepare(
+        args, say=quiet, held_out=args.num_batches, check=lambda: _check_out(args)
+    )
+    report = torchq.report(
+        prepared.model, prepared.held_out, args.out, read_metric(args)
+    )
     verdict = report.data["verdict"]
     written = f"{verdict['sentence']} {verdict['blame']}\nwrote {args.out}"
     _show(args, report if args.out is None else written, lambda: report.data)
@@ -274,7 +314,9 @@ def run_plan(args: argparse.Namespace) -> int:
     _check_plan(args)
     model = read_model(args)
     if not args.budget:
-        plan = torchq.plan(model, named_config(args.recipe), target=args.target, **selection(args))
+        plan = torchq.plan(
+            model, named_config(args.recipe), target=args.target, **selection(args)
+        )
         fields = ("name", "input", "weight", "reason")
         rows = [
             {k: None if (v := getattr(d, k)) is None else str(v) for k in fields}
@@ -287,7 +329,11 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.fuse:
         torchq.fuse_(model, batches[0])
     config = torchq.mixed_precision(
-        model, batches, budget=_budget(args.budget), formats=_formats(args), exclude=args.exclude
+        model,
+        batches,
+        budget=_budget(args.budget),
+        formats=_formats(args),
+        exclude=args.exclude,
     )
     if args.out is not None:
         with replacing(args.out) as (path,):
@@ -305,9 +351,14 @@ def run_forecast(args: argparse.Namespace) -> int:
         example = _random_inputs(model, shapes)
     else:
         example = (torch.randn(shapes[0] if shapes else [1, 3, 224, 224]),)
-    with explained(f"--shape {args.shape}" if args.shape else "--model"), torch.no_grad():
+    with (
+        explained(f"--shape {args.shape}" if args.shape else "--model"),
+        torch.no_grad(),
+    ):
         model.eval()(*(tensor.to(args.device) for tensor in example))
-    found = torchq.forecast(model, example, args.targets, threads=args.threads, folder=args.out)
+    found = torchq.forecast(
+        model, example, args.targets, threads=args.threads, folder=args.out
+    )
     print(found)
     return 0
 
@@ -315,7 +366,9 @@ def run_forecast(args: argparse.Namespace) -> int:
 def _check_plan(args: argparse.Namespace) -> None:
     """Raise an error for options of a plan under a budget that do not fit."""
     if args.out is not None and not (args.budget and args.out.endswith(".json")):
-        raise ConfigError(f"--out {args.out}: expected --budget, and a name that ends in .json")
+        raise ConfigError(
+            f"--out {args.out}: expected --budget, and a name that ends in .json"
+        )
     if args.budget:
         require(args, "model", "data")
         check_budget(_budget(args.budget))

@@ -56,7 +56,9 @@ def load_digits(seed: int = 0) -> tuple[Split, Split]:
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     first = order[:1200]
     test_rows = order[1200:]
-    return Split(images[first], labels[first]), Split(images[test_rows], labels[test_rows])
+    return Split(images[first], labels[first]), Split(
+        images[test_rows], labels[test_rows]
+    )
 
 
 class ConvBN(nn.Sequential):
@@ -80,7 +82,9 @@ class RepVGGBlock(nn.Module):
         super().__init__()
         self.rbr_dense = ConvBN(inputs, outputs, 3, stride)
         self.rbr_1x1 = ConvBN(inputs, outputs, 1, stride)
-        self.rbr_identity = nn.BatchNorm2d(inputs) if inputs == outputs and stride == 1 else None
+        self.rbr_identity = (
+            nn.BatchNorm2d(inputs) if inputs == outputs and stride == 1 else None
+        )
         self.nonlinearity = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -103,9 +107,13 @@ class DemoNet(nn.Sequential):
         for stage in range(3):
             outputs = width * 2**stage
             for block in range(3):
-                blocks.append(RepVGGBlock(inputs, outputs, stride=2 if stage and not block else 1))
+                blocks.append(
+                    RepVGGBlock(inputs, outputs, stride=2 if stage and not block else 1)
+                )
                 inputs = outputs
-        super().__init__(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 10))
+        super().__init__(
+            *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 10)
+        )
 
 
 def train(
@@ -146,7 +154,13 @@ class Row:
         """Return the row as text for the table."""
         size = "" if self.onnx_bytes is None else f"{self.onnx_bytes / 1024:.0f} KiB"
         share = "" if self.onnx_agreement is None else f"{self.onnx_agreement:.2%}"
-        return [self.model, f"{self.accuracy:.2%}", f"{self.agreement:.2%}", size, share]
+        return [
+            self.model,
+            f"{self.accuracy:.2%}",
+            f"{self.agreement:.2%}",
+            size,
+            share,
+        ]
 
 
 def run_demo(args: argparse.Namespace) -> int:
@@ -167,7 +181,9 @@ def run_demo(args: argparse.Namespace) -> int:
     head = ["model", "accuracy", "same class as FP32", "ONNX file", "ONNX = PyTorch"]
     table = markdown_table([head, *(row.cells() for row in rows)])
     (out / "table.md").write_text(table + "\n")
-    (out / "results.json").write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    (out / "results.json").write_text(
+        json.dumps([asdict(row) for row in rows], indent=2) + "\n"
+    )
     names = ", ".join(sorted(p.name for p in out.iterdir()))
     seconds = time.perf_counter() - started
     print(f"\n{table}\n\nwrote {names} to {out} in {seconds:.0f} s")
@@ -205,13 +221,17 @@ class _Demo:
         train(model, self.data, optimizer, epochs=self.epochs, seed=self.seed)
         before = self.classes(model)
         count = len(torchq.fuse_(model, self.data.images[:8]).fused)
-        print(f"fuse BatchNorms and branches into plain layers: {count} merges, every one verified")
+        print(
+            f"fuse BatchNorms and branches into plain layers: {count} merges, every one verified"
+        )
         self.wanted = self.classes(model)
         self.export("FP32, fused", model, "fp32.onnx")
         return model, before
 
     def int8(self, net: nn.Module) -> None:
-        print("quantize to INT8: swap, calibrate, export; lower to integer kernels in PyTorch too")
+        print(
+            "quantize to INT8: swap, calibrate, export; lower to integer kernels in PyTorch too"
+        )
         int8 = self.quantized(net, torchq.recipes.int8(reduce_range=saturates()))
         torchq.save(int8, self.out / "int8.pt")
         deployed = torchq.deploy(int8, self.data.images[:8], target="torch")
@@ -227,7 +247,9 @@ class _Demo:
         rounded = copy.deepcopy(w4a4)
         torchq.ptq.gptq_(rounded, self.calibration, progress=False)
         self.rows.append(self.row("W4A4 gptq_", self.classes(rounded)))
-        optimizer = torch.optim.AdamW(torchq.qat.param_groups(w4a4, lr=1e-3, weight_decay=1e-4))
+        optimizer = torch.optim.AdamW(
+            torchq.qat.param_groups(w4a4, lr=1e-3, weight_decay=1e-4)
+        )
         train(w4a4, self.data, optimizer, epochs=self.epochs, seed=self.seed)
         self.export("W4A4 QAT", w4a4, "w4a4.onnx")
         torchq.save(w4a4, self.out / "w4a4.pt")
@@ -236,8 +258,12 @@ class _Demo:
         """Write a report about the network in 4 bits as calibrated: much to show."""
         w4a4 = self.quantized(net, _w4a4())
         try:
-            torchq.report(w4a4, self.test.batches(200), self.out / "report.html", accuracy)
-            print("report on the W4A4 network as calibrated: which layers hurt, what helps first")
+            torchq.report(
+                w4a4, self.test.batches(200), self.out / "report.html", accuracy
+            )
+            print(
+                "report on the W4A4 network as calibrated: which layers hurt, what helps first"
+            )
         except MissingExtraError as error:
             print(f"no report.html: {error}")
 
@@ -255,7 +281,9 @@ class _Demo:
     @torch.no_grad()
     def classes(self, model: nn.Module) -> Tensor:
         """Return the class of each test image, (N,)."""
-        return torch.cat([model(images).argmax(1) for images, _ in self.test.batches(200)])
+        return torch.cat(
+            [model(images).argmax(1) for images, _ in self.test.batches(200)]
+        )
 
     def row(self, name: str, found: Tensor) -> Row:
         right = found == self.test.labels
@@ -271,7 +299,11 @@ class _Demo:
             torchq.export_onnx(model, (self.test.images[:1],), path)
         report = torchq.verify_onnx(model, path, self.test.batches(200))
         if not report.ok:
-            raise ExportError(f"{path.name}: does not compute what PyTorch does\n{report}")
+            raise ExportError(
+                f"{path.name}: does not compute what PyTorch does\n{report}"
+            )
         plain = self.row(name, self.classes(model))
         top1 = report.outputs[0].top1
-        self.rows.append(Row(name, plain.accuracy, plain.agreement, path.stat().st_size, top1))
+        self.rows.append(
+            Row(name, plain.accuracy, plain.agreement, path.stat().st_size, top1)
+        )

@@ -90,13 +90,17 @@ def check_different(
     written: Mapping[str, str | None], read: Mapping[str, str] | None = None
 ) -> None:
     """Raise an error where an option names the file of another one, also through links."""
-    option_of_path = {os.path.realpath(path): option for option, path in (read or {}).items()}
+    option_of_path = {
+        os.path.realpath(path): option for option, path in (read or {}).items()
+    }
     for option, path in written.items():
         if path is None:
             continue
         first = option_of_path.setdefault(os.path.realpath(path), option)
         if first != option:
-            raise ConfigError(f"{option} {path}: is the file of {first} too; expected another one")
+            raise ConfigError(
+                f"{option} {path}: is the file of {first} too; expected another one"
+            )
 
 
 def is_network_file(name: str) -> bool:
@@ -152,8 +156,16 @@ def explained(what: str) -> Iterator[None]:
     except TorchqError:
         raise
     except Exception as error:  # whatever a user's code raises
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
-        place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+        frames = [
+            f
+            for f in traceback.extract_tb(error.__traceback__)
+            if f.filename != __file__
+        ]
+        place = (
+            f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
+            if frames
+            else ""
+        )
         line = next(iter(str(error).splitlines()), "")
         raise ConfigError(f"{what}: {type(error).__name__}: {line}{place}") from error
 
@@ -162,7 +174,11 @@ def load_object(name: str, what: str) -> Any:
     """Return what ``package.module:attribute`` names, also in the folder; errors name ``what``."""
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
-        files = f", or a file that ends in {', '.join(ENDINGS)}" if what == "--model" else ""
+        files = (
+            f", or a file that ends in {', '.join(ENDINGS)}"
+            if what == "--model"
+            else ""
+        )
         raise ConfigError(f"{what}: got {name!r}; expected package.module:name{files}")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
@@ -220,7 +236,9 @@ def _torchvision(name: str) -> nn.Module:
     try:
         return models.get_model(name, weights=None)
     except ValueError:
-        close = [candidate for candidate in models.list_models() if candidate[:4] == name[:4]]
+        close = [
+            candidate for candidate in models.list_models() if candidate[:4] == name[:4]
+        ]
         raise ConfigError(
             f"--model torchvision:{name}: no such model; "
             f"expected one like {', '.join(close[:6]) or 'resnet18'}"
@@ -233,9 +251,13 @@ def _load_weights(model: nn.Module, path: str) -> None:
     for key in ("state_dict", "model"):
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
-    named = isinstance(state, dict) and all(isinstance(v, Tensor) for v in state.values())
+    named = isinstance(state, dict) and all(
+        isinstance(v, Tensor) for v in state.values()
+    )
     if not named:
-        raise ConfigError(f"--weights {path}: expected a state dict, a file of named tensors")
+        raise ConfigError(
+            f"--weights {path}: expected a state dict, a file of named tensors"
+        )
     state = {key.removeprefix("module."): value for key, value in state.items()}
     try:
         model.load_state_dict(state)
@@ -263,7 +285,9 @@ class Images:
     """How the images of a folder become batches."""
 
     batch_size: int
-    size: tuple[int, int]  # images are resized to cover 8/7 of it, and the centre cut out
+    size: tuple[
+        int, int
+    ]  # images are resized to cover 8/7 of it, and the centre cut out
     mean: Sequence[float]  # subtracted from values between 0 and 1
     std: Sequence[float]  # divides the difference
     seed: int = 0  # of the order of the images
@@ -301,7 +325,9 @@ def _labelled(folder: Path, images: Images) -> Iterator[tuple[Tensor, Tensor]]:
             f"--labels: {folder} has {len(classes)} sub-folders; expected one for each class"
         )
     paths = [p for p in evenly_ordered(folder, images.seed) if p.parent != folder]
-    labels = torch.tensor([classes.index(p.relative_to(folder).parts[0]) for p in paths])
+    labels = torch.tensor(
+        [classes.index(p.relative_to(folder).parts[0]) for p in paths]
+    )
     batches = _image_batches(folder, images, paths)
     yield from zip(batches, labels.split(images.batch_size), strict=True)
 
@@ -345,7 +371,9 @@ def evenly_ordered(folder: Path, seed: int) -> list[Path]:
     for group in groups:
         source.shuffle(group)
     source.shuffle(groups)
-    return [path for path in chain.from_iterable(zip_longest(*groups)) if path is not None]
+    return [
+        path for path in chain.from_iterable(zip_longest(*groups)) if path is not None
+    ]
 
 
 def _read_image(path: Path) -> Any:
@@ -355,4 +383,6 @@ def _read_image(path: Path) -> Any:
         with Image.open(path) as image:
             return image.convert("RGB")
     except Exception as error:  # Pillow raises many kinds of errors for damaged files
-        raise ConfigError(f"--data {path}: cannot be read as an image ({error})") from None
+        raise ConfigError(
+            f"--data {path}: cannot be read as an image ({error})"
+        ) from None

@@ -55,14 +55,20 @@ class Parser(argparse.ArgumentParser):
         wrong = re.findall(r"invalid choice: '([^']+)'", message)
         wrong += re.findall(r"unrecognized arguments: (\S+)", message)
         choices = re.findall(r"choose from (.*)\)", message)
-        named = {name.strip(" '") for choice_text in choices for name in choice_text.split(",")}
+        named = {
+            name.strip(" '")
+            for choice_text in choices
+            for name in choice_text.split(",")
+        }
         close = [
             c
             for w in wrong
             for c in difflib.get_close_matches(w, sorted(option_names | named), n=2)
         ]
         suggestion = f". Did you mean {' or '.join(close)}?" if close else ""
-        self.exit(2, f"{self.prog}: error: {message}{suggestion}\nSee {self.prog} --help\n")
+        self.exit(
+            2, f"{self.prog}: error: {message}{suggestion}\nSee {self.prog} --help\n"
+        )
 
 
 def whole(least: int, most: int = _MOST) -> Callable[[str], int]:
@@ -75,7 +81,9 @@ def whole(least: int, most: int = _MOST) -> Callable[[str], int]:
         except ValueError:
             value = least - 1
         if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"got {text!r}; expected a whole number, {expected}")
+            raise argparse.ArgumentTypeError(
+                f"got {text!r}; expected a whole number, {expected}"
+            )
         return value
 
     return convert
@@ -91,7 +99,9 @@ def number(*, above: float = -math.inf) -> Callable[[str], float]:
         except ValueError:
             value = math.nan
         if not (math.isfinite(value) and value > above):
-            raise argparse.ArgumentTypeError(f"got {text!r}; expected a finite number{bound}")
+            raise argparse.ArgumentTypeError(
+                f"got {text!r}; expected a finite number{bound}"
+            )
         return value
 
     return convert
@@ -109,7 +119,10 @@ def image_size(text: str) -> tuple[int, int]:
 
 def _row(flag: str, help: str, metavar: str | None = None, **settings: Any) -> Any:
     """Return an argument; its help ends with the default if that is one number or word."""
-    if isinstance(settings.get("default"), (int, str, Path)) and settings.get("action") is None:
+    if (
+        isinstance(settings.get("default"), (int, str, Path))
+        and settings.get("action") is None
+    ):
         help = f"{help} (default: %(default)s)"
     if metavar is not None:
         settings["metavar"] = metavar
@@ -157,9 +170,21 @@ _METHOD = [
     _row("--calib", "ranges of activations (default: the recipe's)", choices=methods()),
     _many("--include", _PATTERN, "PATTERN"),
     _many("--exclude", "no module that matches; as above", "PATTERN"),
-    _row("--on-unseen", "quantizers that no batch reached", choices=_UNSEEN, default="error"),
-    _row("--target", "the runtime to quantize and export for", choices=torchq.targets()),
-    _flag("--no-fuse", "do not fold BatchNorm and branches first", "store_false", dest="fuse"),
+    _row(
+        "--on-unseen",
+        "quantizers that no batch reached",
+        choices=_UNSEEN,
+        default="error",
+    ),
+    _row(
+        "--target", "the runtime to quantize and export for", choices=torchq.targets()
+    ),
+    _flag(
+        "--no-fuse",
+        "do not fold BatchNorm and branches first",
+        "store_false",
+        dest="fuse",
+    ),
 ]
 _METRIC = "package.module:function of (output, batch) or of a model, or detections"
 _LABELS = "measure accuracy: the sub-folders of --data are the classes, by name"
@@ -168,7 +193,9 @@ _OPSET = "of the ONNX file (default: 20, or 21 where the types need it)"
 _OUTPUT = [
     _row("--export", f"write ONNX with Q/DQ; verify it in {_READER}", "FILE.onnx"),
     _row("--opset", _OPSET, type=whole(10, 23)),
-    _count("--verify", f"batches to compare {_READER} with PyTorch on", 1, 2, metavar="N"),
+    _count(
+        "--verify", f"batches to compare {_READER} with PyTorch on", 1, 2, metavar="N"
+    ),
     _row("--save", "write the quantized model for torchq.load", "FILE.pt"),
 ]
 _PAGE = """the report of torchq.report, with formats under a budget (default: a shorter one, beside
@@ -220,7 +247,9 @@ _PLAN = [
 _TARGETS = "runtimes, those of torchq.targets() (default: all that are here)"
 _FORECAST = [
     _row("--targets", _TARGETS, "NAME", nargs="+", choices=torchq.targets()),
-    _row("--shape", "of the input (default: that of the file, or images)", "1,3,224,224"),
+    _row(
+        "--shape", "of the input (default: that of the file, or images)", "1,3,224,224"
+    ),
     _count("--threads", "that compute a call", 1, 1),
     _row("--out", "a folder for the files of runtimes that are not here", "FOLDER"),
 ]
@@ -284,8 +313,12 @@ def build_parser() -> Parser:
     """Return the parser, with all its help."""
     formatted: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter}
     description = "Quantize PyTorch models by swapping modules."
-    parser = Parser(prog="torchq", description=description, epilog=_EXAMPLES, **formatted)
-    parser.add_argument("--version", action="version", version=f"torchq {torchq.__version__}")
+    parser = Parser(
+        prog="torchq", description=description, epilog=_EXAMPLES, **formatted
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"torchq {torchq.__version__}"
+    )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (run, help_text, groups, example) in COMMANDS.items():
         child = commands.add_parser(
@@ -299,7 +332,9 @@ def build_parser() -> Parser:
         for title, rows in groups.items():
             group = child.add_argument_group(title)
             for row in rows:
-                place: Any = group.add_mutually_exclusive_group() if type(row) is list else group
+                place: Any = (
+                    group.add_mutually_exclusive_group() if type(row) is list else group
+                )
                 for flag, settings in row if type(row) is list else [row]:
                     place.add_argument(flag, **settings)
     parser.children = dict(commands.choices)

@@ -78,7 +78,9 @@ def named_config(recipe: str | None) -> torchq.QuantConfig | None:
     if recipe is None:
         return None
     if recipe.endswith(".json"):
-        return torchq.QuantConfig.from_json(Path(recipe).read_text("utf-8", errors="replace"))
+        return torchq.QuantConfig.from_json(
+            Path(recipe).read_text("utf-8", errors="replace")
+        )
     return torchq.recipes.by_name(recipe)
 
 
@@ -142,7 +144,9 @@ def read_batches(
     held_back = _pieces(batches[count:], fixed)
     if not calibration:
         expected_count = (
-            "at least one" if fixed is None else f"at least {fixed} images, as the file fixes"
+            "at least one"
+            if fixed is None
+            else f"at least {fixed} images, as the file fixes"
         )
         raise ConfigError(f"--data: got no batch; expected {expected_count}")
     return calibration, held_back
@@ -151,7 +155,9 @@ def read_batches(
 def named_ranges(args: argparse.Namespace) -> tuple[str, str] | None:
     """Return the option and the file with the ranges of the tensors of an ONNX file, or None."""
     option_values = ((option, getattr(args, option, None)) for option in _NAMED_RANGES)
-    return next(((option, path) for option, path in option_values if path is not None), None)
+    return next(
+        ((option, path) for option, path in option_values if path is not None), None
+    )
 
 
 def _random_images(model: nn.Module, args: argparse.Namespace) -> Tensor:
@@ -184,7 +190,9 @@ def _pieces(batches: list[Any], size: int | None) -> list[Any]:
     whole_batches: list[Any] = []
     for batch in batches:
         if isinstance(batch, Tensor):
-            whole_batches += [images for images in batch.split(size) if len(images) == size]
+            whole_batches += [
+                images for images in batch.split(size) if len(images) == size
+            ]
         else:
             pairs = zip(*(tensor.split(size) for tensor in batch), strict=True)
             whole_batches += [pair for pair in pairs if len(pair[0]) == size]
@@ -210,7 +218,9 @@ def _image_size(model: nn.Module, args: argparse.Namespace) -> tuple[int, int]:
             "torchq.onnx.apply_calibration_cache or apply_encodings from Python"
         )
     image_size = args.image_size or (_SIZE, _SIZE)
-    height, width = (fixed or side for fixed, side in zip(stated[2:], image_size, strict=True))
+    height, width = (
+        fixed or side for fixed, side in zip(stated[2:], image_size, strict=True)
+    )
     if args.image_size not in (None, (height, width)):
         raise ConfigError(
             f"--image-size {image_size[0]}x{image_size[1]}: {args.model} fixes {height}x{width}; "
@@ -256,10 +266,16 @@ def prepare(
         say(f"fused {len(fused)} BatchNorms and branches")
     # A target wants one range for all quantizers of one tensor, which the example call finds.
     one = None if args.target is None else (example,)
-    say(torchq.quantize_(model, config, target=args.target, example=one, **selection(args)))
+    say(
+        torchq.quantize_(
+            model, config, target=args.target, example=one, **selection(args)
+        )
+    )
     if getattr(args, "load", None):
         torchq.load(model, args.load)
-        return Prepared(model, example, fixed is not None, calibration, held_back or calibration)
+        return Prepared(
+            model, example, fixed is not None, calibration, held_back or calibration
+        )
     if getattr(args, "export", None):
         torchq.onnx.preflight.check_formats(model, args.opset)
     if ranges is not None:
@@ -270,7 +286,9 @@ def prepare(
     torchq.calibrate(model, calibration, method=args.calib, on_unseen=args.on_unseen)
     batches = "1 batch" if len(calibration) == 1 else f"{len(calibration)} batches"
     say(f"calibrated on {batches} in {time.perf_counter() - started:.1f} s")
-    return Prepared(model, example, fixed is not None, calibration, held_back or calibration)
+    return Prepared(
+        model, example, fixed is not None, calibration, held_back or calibration
+    )
 
 
 @contextmanager

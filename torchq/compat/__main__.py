@@ -17,18 +17,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     While it runs, exports take the exporter that was torch's default when such scripts were made.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m torchq.compat", description="Run a pytorch-quantization script on torchq."
+        prog="python -m torchq.compat",
+        description="Run a pytorch-quantization script on torchq.",
     )
     parser.add_argument(
-        "-m", dest="module", action="store_true", help="the next argument is a module, not a file"
+        "-m",
+        dest="module",
+        action="store_true",
+        help="the next argument is a module, not a file",
     )
     parser.add_argument("script", help="the script to run")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script gets")
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help="what the script gets"
+    )
     options = parser.parse_args(arguments)
     install()
     # Worker processes import the script again. They find the old names on the search path.
     sys.path.append(SHIM)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), SHIM]))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [os.environ.get("PYTHONPATH"), SHIM])
+    )
     sys.argv = [options.script, *options.arguments]
     with older_exporter_by_default():
         if options.module:

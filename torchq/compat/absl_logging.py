@@ -21,12 +21,20 @@ def stand_in() -> dict[str, ModuleType]:
 
     def set_verbosity(level: int | str) -> None:
         asked_level = level.upper() if isinstance(level, str) else level
-        levels = (std for name, (number, std) in _LEVELS.items() if asked_level in (name, number))
+        levels = (
+            std
+            for name, (number, std) in _LEVELS.items()
+            if asked_level in (name, number)
+        )
         log.setLevel(next(levels, logging.INFO))
 
     def log_first_n(level: int, text: str, n: int, *args: Any) -> None:
         if level <= 0:
-            log.log(next(std for number, std in _LEVELS.values() if number == level), text, *args)
+            log.log(
+                next(std for number, std in _LEVELS.values() if number == level),
+                text,
+                *args,
+            )
 
     module.__dict__.update({name: number for name, (number, _) in _LEVELS.items()})
     for name in ("debug", "info", "warning", "error", "fatal", "exception"):

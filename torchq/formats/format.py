@@ -13,7 +13,9 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.nn.functional import hardtanh_  # clamp_ under the name that torch.vmap has a rule for
+from torch.nn.functional import (
+    hardtanh_,
+)  # clamp_ under the name that torch.vmap has a rule for
 
 from torchq.errors import ConfigError
 from torchq.formats.rounding import check_rounding, round_
@@ -154,7 +156,9 @@ class IntFormat(Format):
     @cached_property
     def values(self) -> tuple[float, ...]:
         """Every distinct finite grid value, ascending."""
-        return tuple(float(v) for v in range(int(self.quant_min), int(self.quant_max) + 1))
+        return tuple(
+            float(v) for v in range(int(self.quant_min), int(self.quant_max) + 1)
+        )
 
 
 @dataclass(frozen=True)
@@ -187,7 +191,9 @@ class FloatFormat(Format):
     @property
     def qmax(self) -> float:
         """The grid value that amax is mapped to."""
-        return self._decode(2 ** (self.exponent_bits + self.mantissa_bits) - 1 - self.reserved)
+        return self._decode(
+            2 ** (self.exponent_bits + self.mantissa_bits) - 1 - self.reserved
+        )
 
     @property
     def quant_min(self) -> float:
@@ -263,7 +269,9 @@ def _power_from_table(x: Tensor) -> Tensor:
     with warnings.catch_warnings():
         # A tracer says that this becomes a constant of the graph, as it shall.
         warnings.filterwarnings("ignore", message="torch.tensor results are registered")
-        powers = torch.tensor([2.0**k for k in range(-126, 128)], dtype=x.dtype, device=x.device)
+        powers = torch.tensor(
+            [2.0**k for k in range(-126, 128)], dtype=x.dtype, device=x.device
+        )
     wide = x.unsqueeze(-1)
     above = torch.where(powers >= wide, powers, torch.inf).amin(-1)
     return torch.where(x < powers[0], 0.0, above)
@@ -303,7 +311,9 @@ class ScaleType(FloatFormat):
 
 
 _HALF = ScaleType("float16", False, 5, 10, bias=15, reserved=1024, dtype=torch.float16)
-_BRAIN = ScaleType("bfloat16", False, 8, 7, bias=127, reserved=128, dtype=torch.bfloat16)
+_BRAIN = ScaleType(
+    "bfloat16", False, 8, 7, bias=127, reserved=128, dtype=torch.bfloat16
+)
 #: The types of scales in files that are float16 or bfloat16 throughout, by name. The second one
 #: ends where rounding to it would need subnormal numbers of float32.
 SCALE_TYPES: dict[str, ScaleType] = {
@@ -316,7 +326,11 @@ CATALOG: Registry[str, Format] = Registry("format")
 
 
 def integer_format(
-    bits: int, *, unsigned: bool = False, narrow: bool = False, rounding: str = "half_even"
+    bits: int,
+    *,
+    unsigned: bool = False,
+    narrow: bool = False,
+    rounding: str = "half_even",
 ) -> IntFormat:
     """Return the integer format of a width.
 
@@ -357,7 +371,9 @@ E5M2 = CATALOG.add("e5m2", FloatFormat("e5m2", True, 5, 2, bias=15, reserved=4))
 E3M2 = CATALOG.add("e3m2", FloatFormat("e3m2", True, 3, 2, bias=3))
 E2M3 = CATALOG.add("e2m3", FloatFormat("e2m3", True, 2, 3, bias=1))
 E2M1 = CATALOG.add("e2m1", FloatFormat("e2m1", True, 2, 1, bias=1))
-E8M0 = CATALOG.add("e8m0", FloatFormat("e8m0", False, 8, 0, bias=127, reserved=1, has_zero=False))
+E8M0 = CATALOG.add(
+    "e8m0", FloatFormat("e8m0", False, 8, 0, bias=127, reserved=1, has_zero=False)
+)
 
 
 def format_by_name(name: str) -> Format:
@@ -410,7 +426,9 @@ def by_bits(
         ('int8', 'e4m3', 'uint4')
     """
     if isinstance(num_bits, int):
-        return integer_format(num_bits, unsigned=unsigned, narrow=narrow, rounding=rounding)
+        return integer_format(
+            num_bits, unsigned=unsigned, narrow=narrow, rounding=rounding
+        )
     if unsigned or narrow:
         raise ConfigError(
             f"num_bits={num_bits}: got unsigned={unsigned}, narrow_range={narrow}; "

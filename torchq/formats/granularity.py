@@ -86,7 +86,9 @@ class PerTensor(Granularity):
     def align(self, amax: Tensor, shape: torch.Size) -> Tensor:
         """Return a view of ``amax`` that broadcasts."""
         if amax.numel() != 1:
-            raise ConfigError(f"amax has shape {tuple(amax.shape)}; expected one value, per tensor")
+            raise ConfigError(
+                f"amax has shape {tuple(amax.shape)}; expected one value, per tensor"
+            )
         return amax.view(())
 
 

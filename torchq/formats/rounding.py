@@ -25,7 +25,15 @@ from torchq.errors import ConfigError
 from torchq.utils import short_repr
 
 #: The names of all policies; the first one is the default everywhere.
-ROUNDINGS = ("half_even", "half_up", "half_down", "half_toward_zero", "half_away", "up", "down")
+ROUNDINGS = (
+    "half_even",
+    "half_up",
+    "half_down",
+    "half_toward_zero",
+    "half_away",
+    "up",
+    "down",
+)
 
 # Policy -> do a positive and a negative tie move away from zero?
 _TIES_MOVE = {

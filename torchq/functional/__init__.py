@@ -14,7 +14,11 @@ from torchq.functional.fake_quant import (
     quantize,
     quantize_affine,
 )
-from torchq.functional.gradient import range_gradient_scale, scale_gradient, straight_through
+from torchq.functional.gradient import (
+    range_gradient_scale,
+    scale_gradient,
+    straight_through,
+)
 from torchq.functional.qparams import QParams
 from torchq.functional.range import Range, reduce_amax
 from torchq.functional.scale import compute_dtype, scale_from_amax

@@ -23,7 +23,12 @@ from torchq.functional.kernels.dispatch import (
     learned_gradients,
     mask_gradient,
 )
-from torchq.functional.kernels.reference import affine_gradients, clamped_codes, gradient_mask, snap
+from torchq.functional.kernels.reference import (
+    affine_gradients,
+    clamped_codes,
+    gradient_mask,
+    snap,
+)
 from torchq.functional.range import Range
 from torchq.functional.scale import (
     compute_dtype,
@@ -77,7 +82,9 @@ class AffineFakeQuantizeFunction(torch.autograd.Function):
         x, scale, _, low, high, ctx.format, ctx.backend, ctx.with_mask = inputs
         if ctx.with_mask:
             ctx.mark_non_differentiable(output[1])
-            ctx.set_materialize_grads(False)  # Otherwise the mask would get a gradient of zeros.
+            ctx.set_materialize_grads(
+                False
+            )  # Otherwise the mask would get a gradient of zeros.
             ctx.save_for_backward(output[1])
         else:
             ctx.save_for_backward(x, scale, low, high)
@@ -92,7 +99,9 @@ class AffineFakeQuantizeFunction(torch.autograd.Function):
             (mask,) = ctx.saved_tensors
             return mask_gradient(ctx.backend, grads[0], mask), None, None, *nothing
         x, scale, low, high = ctx.saved_tensors
-        grad_x, grad_scale, grad_point = affine_gradients(grads[0], x, scale, low, high, ctx.format)
+        grad_x, grad_scale, grad_point = affine_gradients(
+            grads[0], x, scale, low, high, ctx.format
+        )
         needs_x, needs_scale, needs_point = ctx.needs_input_grad[:3]
         return (
             grad_x if needs_x else None,
@@ -140,10 +149,14 @@ def fake_quantize_affine(
     aligned_point = _aligned("fake_quantize", x, zero_point, granularity)
     # A scale for each channel may come with one zero point for all, and the reverse.
     aligned_scale, aligned_point = torch.broadcast_tensors(aligned_scale, aligned_point)
-    whole_point = aligned_point.detach().round().clamp(format.quant_min, format.quant_max)
+    whole_point = (
+        aligned_point.detach().round().clamp(format.quant_min, format.quant_max)
+    )
     point = straight_through(aligned_point, whole_point)
     low, high = affine_bounds(point, format)
-    return _fake_quantize_affine(x, (aligned_scale, point, low, high), format, granularity)
+    return _fake_quantize_affine(
+        x, (aligned_scale, point, low, high), format, granularity
+    )
 
 
 def _fake_quantize_scaled(
@@ -209,7 +222,9 @@ def affine_bounds(
     return torch.where(dead, 0.0, low), torch.where(dead, 0.0, high)
 
 
-def _aligned(name: str, x: Tensor, value: Tensor | float, granularity: Granularity) -> Tensor:
+def _aligned(
+    name: str, x: Tensor, value: Tensor | float, granularity: Granularity
+) -> Tensor:
     """Return ``value`` in the compute dtype, aligned with the split ``x``; ``name`` is called."""
     if not x.is_floating_point():
         raise TypeError(
@@ -238,7 +253,9 @@ def _fake_quantize_affine(
         )
     scale, zero_point, low, high = grid
     if torch.onnx.is_in_onnx_export():
-        return onnx_ops.quantize_dequantize_affine(x, scale, zero_point, format, granularity)
+        return onnx_ops.quantize_dequantize_affine(
+            x, scale, zero_point, format, granularity
+        )
     parts = granularity.split(x)
     if torch.jit.is_tracing():  # torch.jit cannot store an autograd.Function.
         with constant_while_tracing():
@@ -286,18 +303,24 @@ class FakeQuantizeFunction(torch.autograd.Function):
         with_mask: bool,
     ) -> Any:
         """Return the quantized tensor, with its mask if wanted."""
-        y, mask = kernels(backend).fake_quantize(x, amax, format, scale_format, with_mask)
+        y, mask = kernels(backend).fake_quantize(
+            x, amax, format, scale_format, with_mask
+        )
         return (y, mask) if with_mask else y
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         """Keep the mask of the gradient, or what all gradients are computed from."""
-        x, amax, ctx.format, ctx.scale_format, ctx.backend, ctx.learned, with_mask = inputs
+        x, amax, ctx.format, ctx.scale_format, ctx.backend, ctx.learned, with_mask = (
+            inputs
+        )
         if ctx.learned:
             ctx.save_for_backward(x, amax)
         elif with_mask:
             ctx.mark_non_differentiable(output[1])
-            ctx.set_materialize_grads(False)  # Otherwise the mask would get a gradient of zeros.
+            ctx.set_materialize_grads(
+                False
+            )  # Otherwise the mask would get a gradient of zeros.
             ctx.save_for_backward(output[1])
         elif ctx.needs_input_grad[0]:
             ctx.save_for_backward(gradient_mask(x, amax))
@@ -361,7 +384,9 @@ def fake_quantize(
     if amin is not None:
         fixed_low = amin.detach() if isinstance(amin, Tensor) else amin
         fixed_high = amax.detach() if isinstance(amax, Tensor) else amax
-        return fake_quantize_range(x, fixed_low, fixed_high, format, granularity, scale_format)
+        return fake_quantize_range(
+            x, fixed_low, fixed_high, format, granularity, scale_format
+        )
     return _fake_quantize("fake_quantize", x, amax, format, granularity, scale_format)
 
 
@@ -380,7 +405,9 @@ def _fake_quantize(
     if torch.jit.is_tracing():  # torch.jit cannot store an autograd.Function.
         with constant_while_tracing():
             parts = granularity.split(x)
-            y, _ = kernels("reference").fake_quantize(parts, amax, format, scale_format, False)
+            y, _ = kernels("reference").fake_quantize(
+                parts, amax, format, scale_format, False
+            )
             return granularity.join(y, x.shape)
     if scale_format is POWER_OF_TWO:
         # The widened range has a power of two as its scale, and passes a gradient to amax.
@@ -414,7 +441,9 @@ def learned_fake_quantize(
     """
     if amin is not None:
         return fake_quantize_range(x, amin, amax, format, granularity, scale_format)
-    return _fake_quantize("learned_fake_quantize", x, amax, format, granularity, scale_format)
+    return _fake_quantize(
+        "learned_fake_quantize", x, amax, format, granularity, scale_format
+    )
 
 
 def quantize(

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from torchq.errors import ExportError
-from torchq.formats import INT8, UINT8, Format, IntFormat, PerAxis, PerBlock, format_by_name
+from torchq.formats import (
+    INT8,
+    UINT8,
+    Format,
+    IntFormat,
+    PerAxis,
+    PerBlock,
+    format_by_name,
+)
 from torchq.formats.granularity import Granularity
 from torchq.functional.scale import scale_from_amax
 from torchq.utils import constant_while_tracing
@@ -73,7 +81,9 @@ def onnx_type(format: Format) -> tuple[Format, OnnxType]:
     )
 
 
-def stored_type(format: Format, axis: int | None, wide: bool) -> tuple[Format, OnnxType]:
+def stored_type(
+    format: Format, axis: int | None, wide: bool
+) -> tuple[Format, OnnxType]:
     """Return the type that a tensor is written in, of 8 bits at least if ``wide``.
 
     Weights alone, which have an axis or blocks, are written in 4 bits. TensorRT takes 4 bits for
@@ -87,7 +97,9 @@ def stored_type(format: Format, axis: int | None, wide: bool) -> tuple[Format, O
     return stored, kind
 
 
-def opset_needed(format: Format, granularity: Granularity, wide: bool = False) -> tuple[int, str]:
+def opset_needed(
+    format: Format, granularity: Granularity, wide: bool = False
+) -> tuple[int, str]:
     """Return the first opset whose QuantizeLinear can do this, and what needs it.
 
     With ``wide`` codes of 4 bits are stored as 8, which older opsets have.
@@ -140,7 +152,9 @@ def clip_bounds(
     return scale * (format.quant_min - point), scale * (format.quant_max - point)
 
 
-def as_stored(x: Tensor, bounds: tuple[Tensor, Tensor] | None, granularity: Granularity) -> Tensor:
+def as_stored(
+    x: Tensor, bounds: tuple[Tensor, Tensor] | None, granularity: Granularity
+) -> Tensor:
     """Return what QuantizeLinear reads: ``x`` in float32, clipped to :func:`clip_bounds`."""
     values = x if x.dtype is torch.float32 else x.to(torch.float32)
     if bounds is None:
@@ -149,7 +163,11 @@ def as_stored(x: Tensor, bounds: tuple[Tensor, Tensor] | None, granularity: Gran
         # Written as Clip at once: onnxscript 0.7 loses constants where it makes a Clip from Min
         # and Max of one tensor twice.
         return torch.onnx.ops.symbolic(
-            "Clip", (values, *bounds), dtype=values.dtype, shape=values.shape, version=13
+            "Clip",
+            (values, *bounds),
+            dtype=values.dtype,
+            shape=values.shape,
+            version=13,
         )
     low, high = bounds
     with constant_while_tracing():  # whether the last block is a shorter one
@@ -159,7 +177,11 @@ def as_stored(x: Tensor, bounds: tuple[Tensor, Tensor] | None, granularity: Gran
 
 
 def quantize_dequantize(
-    x: Tensor, amax: Tensor, format: Format, granularity: Granularity, scale_format: Format | None
+    x: Tensor,
+    amax: Tensor,
+    format: Format,
+    granularity: Granularity,
+    scale_format: Format | None,
 ) -> Tensor:
     """Write QuantizeLinear and DequantizeLinear of ``x``; call it only during an export.
 
@@ -172,7 +194,11 @@ def quantize_dequantize(
 
 
 def quantize_dequantize_affine(
-    x: Tensor, scale: Tensor, zero_point: Tensor | None, format: Format, granularity: Granularity
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    format: Format,
+    granularity: Granularity,
 ) -> Tensor:
     """Write QuantizeLinear and DequantizeLinear with a zero point; see :func:`quantize_dequantize`.
 
@@ -222,7 +248,12 @@ def onnx_axis(granularity: Granularity, ndim: int) -> tuple[int | None, int]:
 
 
 def _modern(
-    x: Tensor, scale: Tensor, point: Tensor, kind: OnnxType, axis: int | None, block: int
+    x: Tensor,
+    scale: Tensor,
+    point: Tensor,
+    kind: OnnxType,
+    axis: int | None,
+    block: int,
 ) -> Tensor:
     """Write standard operators into the ``torch.export`` program by name."""
     attributes: dict[str, Any] = {} if axis is None else {"axis": axis}
@@ -255,7 +286,12 @@ def _modern(
 
 
 def _legacy(
-    x: Tensor, scale: Tensor, point: Tensor, kind: OnnxType, axis: int | None, block: int
+    x: Tensor,
+    scale: Tensor,
+    point: Tensor,
+    kind: OnnxType,
+    axis: int | None,
+    block: int,
 ) -> Tensor:
     with constant_while_tracing():
         grid = (scale.tolist(), point.tolist())
@@ -272,7 +308,9 @@ class _LegacyQuantizeDequantize(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def symbolic(g: Any, x: Any, grid: Any, kind: OnnxType, axis: int | None, block: int) -> Any:
+    def symbolic(
+        g: Any, x: Any, grid: Any, kind: OnnxType, axis: int | None, block: int
+    ) -> Any:
         if block:
             what = "blocks"
             needed = max(kind.opset, 21)
@@ -287,8 +325,12 @@ class _LegacyQuantizeDequantize(torch.autograd.Function):
                 f"opset {g.opset}: QuantizeLinear has no {what} there; "
                 f"expected opset_version >= {needed}"
             )
-        scale = g.op("Constant", value_t=torch.tensor(grid[0], dtype=torch.float32, device="cpu"))
-        zero_point = g.op("Constant", value_t=torch.tensor(grid[1], device="cpu").to(kind.dtype))
+        scale = g.op(
+            "Constant", value_t=torch.tensor(grid[0], dtype=torch.float32, device="cpu")
+        )
+        zero_point = g.op(
+            "Constant", value_t=torch.tensor(grid[1], device="cpu").to(kind.dtype)
+        )
         attributes = {} if axis is None else {"axis_i": axis}
         if block:
             attributes["block_size_i"] = block

@@ -106,4 +106,6 @@ class QParams:
             return parameter.reshape(())
         if self.axis is None or parameter.dim() == x.dim():
             return parameter
-        return parameter.reshape([-1 if d == self.axis % x.dim() else 1 for d in range(x.dim())])
+        return parameter.reshape(
+            [-1 if d == self.axis % x.dim() else 1 for d in range(x.dim())]
+        )

@@ -49,7 +49,11 @@ class Range(NamedTuple):
 
     @classmethod
     def of(
-        cls, x: Tensor, granularity: Granularity | None = None, *, symmetric: bool = True
+        cls,
+        x: Tensor,
+        granularity: Granularity | None = None,
+        *,
+        symmetric: bool = True,
     ) -> Range:
         """Return the smallest range that contains each group of ``x`` and 0, without gradient.
 
@@ -87,7 +91,9 @@ class Range(NamedTuple):
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Range:
         """Return a range of ``function`` of each end."""
-        return Range(function(self.high), None if self.low is None else function(self.low))
+        return Range(
+            function(self.high), None if self.low is None else function(self.low)
+        )
 
     def qparams(self, format: Format, scale_format: Format | None = None) -> QParams:
         """Return the scale and zero point of each range; see :func:`scale_from_amax`.
@@ -107,7 +113,10 @@ class Range(NamedTuple):
         """
         if self.low is None:
             return is_dead(self.high, format)
-        return unrounded_scale(self.low, self.high, format) < torch.finfo(self.high.dtype).tiny
+        return (
+            unrounded_scale(self.low, self.high, format)
+            < torch.finfo(self.high.dtype).tiny
+        )
 
     def joined(self, other: Range) -> Range:
         """Return the range that contains both, which are of one kind and shape."""

@@ -39,7 +39,9 @@ def is_dead(amax: Tensor, format: Format) -> Tensor:
     return _over(amax, format.qmax) < torch.finfo(amax.dtype).tiny
 
 
-def scale_from_amax(amax: Tensor, format: Format, scale_format: Format | None = None) -> Tensor:
+def scale_from_amax(
+    amax: Tensor, format: Format, scale_format: Format | None = None
+) -> Tensor:
     """Return the scale for each amax.
 
     Args:

@@ -83,7 +83,11 @@ def fold_affine_before(
 
 
 def identity_kernel(
-    channels: int, groups: int, window: Sequence[int], *, at: Sequence[int] | None = None
+    channels: int,
+    groups: int,
+    window: Sequence[int],
+    *,
+    at: Sequence[int] | None = None,
 ) -> Tensor:
     """Return the kernel of ``x -> x``: a one in ``[i, i mod (channels / groups)]``."""
     position = tuple(size // 2 for size in window) if at is None else tuple(at)
@@ -94,15 +98,23 @@ def avg_pool_kernel(
     channels: int, groups: int, window: Sequence[int], divisor: int | None = None
 ) -> Tensor:
     """Return the kernel of an average pool that counts its padding."""
-    return _by_channel(channels, groups, window, (), 1.0 / (divisor or math.prod(window)))
+    return _by_channel(
+        channels, groups, window, (), 1.0 / (divisor or math.prod(window))
+    )
 
 
 def _by_channel(
-    channels: int, groups: int, window: Sequence[int], taps: tuple[int, ...], value: float
+    channels: int,
+    groups: int,
+    window: Sequence[int],
+    taps: tuple[int, ...],
+    value: float,
 ) -> Tensor:
     """Return a kernel in which each channel reads itself alone, at one tap or at all."""
     per_group = channels // groups
-    kernel = torch.zeros(channels, per_group, *window, dtype=torch.float64, device="cpu")
+    kernel = torch.zeros(
+        channels, per_group, *window, dtype=torch.float64, device="cpu"
+    )
     rows = torch.arange(channels, device="cpu")
     places: tuple[Any, ...] = (rows, rows % per_group, *taps)
     kernel[places] = value
@@ -146,7 +158,11 @@ def add_branches(branches: Sequence[KernelBias]) -> KernelBias:
 
 
 def compose(
-    first: KernelBias, second: KernelBias, *, groups: int = 1, stride: Sequence[int] | None = None
+    first: KernelBias,
+    second: KernelBias,
+    *,
+    groups: int = 1,
+    stride: Sequence[int] | None = None,
 ) -> KernelBias:
     """Return the one layer that computes ``second(first(x))``, where ``second`` has no padding.
 
@@ -156,7 +172,9 @@ def compose(
     one, two = (k if dims else k[:, :, None] for k in (first.kernel, second.kernel))
     # A transposed convolution of the second kernel with the first one is their full convolution.
     # The output channels of a group stand in the place of images: (out, groups * mid, ...).
-    convolve = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[max(dims, 1) - 1]
+    convolve = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[
+        max(dims, 1) - 1
+    ]
     out = two.shape[0] // groups
     mid = two.shape[1]
     by_group = two.reshape(groups, out, mid, *two.shape[2:])
@@ -169,5 +187,7 @@ def compose(
     by_output = full.reshape(out, groups, per_group, *window)
     kernel = by_output.transpose(0, 1).reshape(out * groups, per_group, *window)
     ones = torch.ones_like(first.bias)
-    passed = fold_affine_before(second.kernel, second.bias, ones, first.bias, groups=groups)
+    passed = fold_affine_before(
+        second.kernel, second.bias, ones, first.bias, groups=groups
+    )
     return KernelBias(kernel if dims else kernel[:, :, 0], passed.bias)

@@ -79,7 +79,9 @@ class Trial:
 
     def bar(self, items: Sequence[object], description: str) -> Any:
         """Iterate over ``items`` behind a progress bar that appears after a second."""
-        return progress_bar(items, description=description, enabled=self.progress, unit="module")
+        return progress_bar(
+            items, description=description, enabled=self.progress, unit="module"
+        )
 
 
 #: Changes ``trial.model`` and returns how many merges it made.
@@ -106,7 +108,9 @@ def fold_batchnorms(trial: Trial) -> int:
     try:
         flow, notes = find_flow(trial.model, trial.example)
     except Exception:
-        if trial.edits and trial.verify:  # the comparison of the whole model will report it
+        if (
+            trial.edits and trial.verify
+        ):  # the comparison of the whole model will report it
             return 0
         raise
     pairs, refusals = find_pairs(trial.model, flow, constant_pad=trial.constant_pad)
@@ -263,21 +267,31 @@ def _check_model(model: object) -> None:
         )
 
 
-def _compare(model: nn.Module, fused: nn.Module, example: object, report: FuseReport) -> FuseReport:
+def _compare(
+    model: nn.Module, fused: nn.Module, example: object, report: FuseReport
+) -> FuseReport:
     """Compare both models on the example, within the limit of the lowest precision in use.
 
     There is no limit for a quantized model, in which a tie between two codes falls to either side
     for the last bit. Its folds were judged layer by layer.
     """
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} or {torch.float32}
-    limit = None if holds_quantizers(model) else max(TOLERANCE.get(d, 1e-4) for d in dtypes)
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} or {
+        torch.float32
+    }
+    limit = (
+        None if holds_quantizers(model) else max(TOLERANCE.get(d, 1e-4) for d in dtypes)
+    )
     before = _outputs(model, example)
     notes = report.notes
     try:
         after = _outputs(fused, example)
-    except Exception as failure:  # a forward that reads what a BatchNorm has and an Identity lacks
+    except (
+        Exception
+    ) as failure:  # a forward that reads what a BatchNorm has and an Identity lacks
         reason = f"the fused model fails ({type(failure).__name__}: {failure})"
-        return replace(report, error=math.inf, tolerance=limit or 0.0, notes=(*notes, reason))
+        return replace(
+            report, error=math.inf, tolerance=limit or 0.0, notes=(*notes, reason)
+        )
     error = _difference(after, before)
     if (
         limit is not None and not error <= limit
@@ -307,7 +321,9 @@ def _difference(after: list[Tensor], before: list[Tensor]) -> float:
     return max(map(relative_error, after, before), default=0.0)
 
 
-def _finish(model: nn.Module, trial: Trial, report: FuseReport, dry_run: bool) -> FuseReport:
+def _finish(
+    model: nn.Module, trial: Trial, report: FuseReport, dry_run: bool
+) -> FuseReport:
     """Apply the edits to the model, unless the comparison failed or nothing is to be changed."""
     error, limit = report.error, report.tolerance
     if error is not None and limit is not None and not error <= limit:

@@ -38,7 +38,9 @@ def geometry_of(layer: object) -> Geometry | None:
         return None
     if layer.padding_mode != "zeros" and any(layer.padding):
         return None
-    window = tuple(d * (k - 1) + 1 for d, k in zip(layer.dilation, layer.kernel_size, strict=True))
+    window = tuple(
+        d * (k - 1) + 1 for d, k in zip(layer.dilation, layer.kernel_size, strict=True)
+    )
     channels = (layer.in_channels, layer.out_channels, layer.groups)
     return Geometry(*channels, window, layer.padding, layer.padding, layer.stride)
 
@@ -63,7 +65,9 @@ class MergedLayer:
         like = next(tensor for tensor in tensors if tensor.is_floating_point())
         trainable = any(parameter.requires_grad for parameter in block.parameters())
         last = {"memory_format": torch.channels_last}
-        channels_last = any(t.is_contiguous(**last) and not t.is_contiguous() for t in tensors)
+        channels_last = any(
+            t.is_contiguous(**last) and not t.is_contiguous() for t in tensors
+        )
         mode = (trainable, block.training, channels_last)
         return cls(geometry, value, like.dtype, like.device, *mode)
 
@@ -71,7 +75,11 @@ class MergedLayer:
         """Return class and constructor arguments of the module, as JSON data."""
         g = self.geometry
         if g.spatial_dims == 0:
-            return {"class": "Linear", "in_features": g.in_channels, "out_features": g.out_channels}
+            return {
+                "class": "Linear",
+                "in_features": g.in_channels,
+                "out_features": g.out_channels,
+            }
         return {
             "class": f"Conv{g.spatial_dims}d",
             "in_channels": g.in_channels,
@@ -91,10 +99,20 @@ class MergedLayer:
         g = self.geometry
         options: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
         if g.spatial_dims == 0:
-            layer: nn.Module = skip_init(nn.Linear, g.in_channels, g.out_channels, **options)
+            layer: nn.Module = skip_init(
+                nn.Linear, g.in_channels, g.out_channels, **options
+            )
         else:
             cls = CONVOLUTIONS[g.spatial_dims - 1]
-            arguments = (g.in_channels, g.out_channels, g.window, g.stride, g.before, 1, g.groups)
+            arguments = (
+                g.in_channels,
+                g.out_channels,
+                g.window,
+                g.stride,
+                g.before,
+                1,
+                g.groups,
+            )
             layer = skip_init(cls, *arguments, **options)
         self.put_into(layer)
         if self.channels_last and g.spatial_dims == 2:
@@ -236,7 +254,9 @@ def register_block(name: str, **fields: Any) -> Callable[[T], T]:
             )
         is_class = isinstance(condition, type)
         if is_class:
-            fields.setdefault("has", tuple(b for b in fields.get("branches", ()) if "*" not in b))
+            fields.setdefault(
+                "has", tuple(b for b in fields.get("branches", ()) if "*" not in b)
+            )
         when = (lambda block: isinstance(block, condition)) if is_class else condition
         BLOCKS.add(name, BlockRule(name=name, when=when, **fields))
         return target
@@ -251,7 +271,9 @@ def register_block(name: str, **fields: Any) -> Callable[[T], T]:
 def _bypassed(block: nn.Module, names: tuple[str, ...]) -> Iterator[None]:
     """Replace child modules by Identity, and put them back."""
     children = {name: getattr(block, name, None) for name in names}
-    replaced = {name: child for name, child in children.items() if isinstance(child, nn.Module)}
+    replaced = {
+        name: child for name, child in children.items() if isinstance(child, nn.Module)
+    }
     try:
         for name in replaced:
             setattr(block, name, nn.Identity())
@@ -327,7 +349,12 @@ class BlockEdit:
     def record(self) -> dict[str, Any]:
         """Return the structure of the change, as JSON data."""
         layers = [layer.record() for layer in self.layers]
-        return {"kind": "block", "path": self.path, "family": self.rule.name, "layers": layers}
+        return {
+            "kind": "block",
+            "path": self.path,
+            "family": self.rule.name,
+            "layers": layers,
+        }
 
 
 def plan_blocks(modules: Iterable[tuple[str, nn.Module]]) -> list[BlockEdit | Refusal]:
@@ -381,7 +408,9 @@ def _convert_copy(path: str, block: nn.Module, rule: BlockRule) -> BlockEdit:
     ) -> MergedLayer:
         hint = geometry_of(main) if is_layer(main) else None
         if in_channels is None:
-            in_channels = main.running_mean.numel() if hint is None else hint.in_channels
+            in_channels = (
+                main.running_mean.numel() if hint is None else hint.in_channels
+            )
         dims = 2 if main is None else spatial_dims_of(main)
         geometry, value, error = linear_map(function, in_channels, dims, hint)
         errors.append(error)
@@ -395,7 +424,11 @@ def _convert_copy(path: str, block: nn.Module, rule: BlockRule) -> BlockEdit:
             f"merging would be off by {errors[-1]:.1e} (relative, float64);"
             f" expected at most {TOLERANCE:.0e}"
         )
-    present = [n for n in attributes_like(block, rule.branches) if getattr(block, n) is not None]
+    present = [
+        n
+        for n in attributes_like(block, rule.branches)
+        if getattr(block, n) is not None
+    ]
     parts = tuple(f"{path}.{name}".lstrip(".") for name in present)
     name = path if rule.writes is None else f"{path}.{rule.writes}".lstrip(".")
     fusion = Fusion(name, rule.name, parts, max(errors), "names")
@@ -409,13 +442,19 @@ def _block_error(before: nn.Module, after: nn.Module, layer: MergedLayer) -> flo
         with torch.no_grad():
             try:
                 want = before.forward(x)
-            except Exception:  # the forward expects a list of feature maps or further arguments
+            except (
+                Exception
+            ):  # the forward expects a list of feature maps or further arguments
                 return error
             if not isinstance(want, Tensor):
                 return error
             try:
                 actual = after.forward(x)
-            except Exception as reason:  # as another block with parts of these names raises it
-                raise NotAffine(f"its forward fails without its branches ({reason})") from reason
+            except (
+                Exception
+            ) as reason:  # as another block with parts of these names raises it
+                raise NotAffine(
+                    f"its forward fails without its branches ({reason})"
+                ) from reason
             error = max(error, relative_error(actual, want))
     return error

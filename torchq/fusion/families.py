@@ -46,7 +46,9 @@ class VanillaActivationRule(BlockRule):
         pad = (block.weight.shape[-1] - 1) // 2
 
         def linear(x: Tensor) -> Any:
-            return block.bn(F.conv2d(x, block.weight, block.bias, padding=pad, groups=channels))
+            return block.bn(
+                F.conv2d(x, block.weight, block.bias, padding=pad, groups=channels)
+            )
 
         layer = merge(linear, in_channels=channels).make()
         remove(block, ["bn", "bias"])
@@ -70,7 +72,9 @@ class VanillaNetRule(BlockRule):
             return norm(conv(F.leaky_relu(block.stem1(x), block.act_learn)))
 
         def classify(x: Tensor) -> Any:
-            return block.cls2(F.leaky_relu(nn.Sequential(*classifier)(x), block.act_learn))
+            return block.cls2(
+                F.leaky_relu(nn.Sequential(*classifier)(x), block.act_learn)
+            )
 
         first = merge(stem, block.stem1[0])
         last = merge(classify, classifier[0])
@@ -98,7 +102,9 @@ class ImplicitHeadRule(BlockRule):
 def _needs_more_than_one(block: Any) -> bool:
     """Return True if the forward of ``block`` has more than one required argument."""
     parameters = inspect.signature(block.forward).parameters.values()
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    positional = [
+        p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
     return sum(p.default is p.empty for p in positional) > 1
 
 
@@ -214,7 +220,9 @@ yolov7-implicit: has m ia im; branches ia im; writes m
 _WHEN: dict[str, Callable[[Any], bool]] = {
     "ppyoloe": lambda b: _wraps_layer(b, "conv1") and _wraps_layer(b, "conv2"),
     "repvgg": lambda b: _is_module(b, "rbr_dense"),
-    "repvgg-custom-l2": lambda b: _is_module(b, "rbr_dense") and _needs_more_than_one(b),
+    "repvgg-custom-l2": lambda b: (
+        _is_module(b, "rbr_dense") and _needs_more_than_one(b)
+    ),
     "qarepvgg": lambda b: _is_module(b, "rbr_dense", "bn"),
     "repmixer": lambda b: (
         _is_module(b, "mixer", "norm")
@@ -222,10 +230,14 @@ _WHEN: dict[str, Callable[[Any], bool]] = {
     ),
     "repcpe": lambda b: is_layer(b.pe),
     "timm-large-kernel": lambda b: _is_module(b, "large_conv"),
-    "ghostnetv3-bottleneck": lambda b: _is_module(b, "dw_rpr_conv") and len(b.dw_rpr_conv) > 0,
+    "ghostnetv3-bottleneck": lambda b: (
+        _is_module(b, "dw_rpr_conv") and len(b.dw_rpr_conv) > 0
+    ),
     "repghost": lambda b: _is_module(b, "fusion_conv") and len(b.fusion_conv) > 0,
     "repvit-depthwise": lambda b: _is_module(b, "conv", "bn") and is_layer(b.conv1),
-    "repvit-residual": lambda b: _is_module(b, "m") and not isinstance(b.m, nn.ModuleList),
+    "repvit-residual": lambda b: (
+        _is_module(b, "m") and not isinstance(b.m, nn.ModuleList)
+    ),
     "repvit-classifier": lambda b: _is_module(b, "classifier", "classifier_dist"),
     "timm-distilled-classifier": lambda b: _is_module(b, "head", "head_dist"),
     "super-gradients-qarepvgg": lambda b: not (b.fully_fused or b.partially_fused),
@@ -258,8 +270,13 @@ def _rules() -> Iterator[BlockRule]:
         if not row or row.startswith("#"):
             continue
         name, _, settings = row.partition(": ")
-        fields = {key: tuple(words) for key, *words in map(str.split, settings.split("; "))}
-        flags = {flag.removeprefix("no-"): flag[:3] != "no-" for flag in fields.pop("sets", ())}
+        fields = {
+            key: tuple(words) for key, *words in map(str.split, settings.split("; "))
+        }
+        flags = {
+            flag.removeprefix("no-"): flag[:3] != "no-"
+            for flag in fields.pop("sets", ())
+        }
         yield _CLASSES.get(name, BlockRule)(
             name=name,
             writes=next(iter(fields.pop("writes", ())), None),

@@ -74,13 +74,17 @@ class LayerNumbers:
     @classmethod
     def of(cls, value: KernelBias, layer: Any) -> LayerNumbers:
         """Return ``value`` on the device and in the dtype of ``layer``."""
-        weight, bias = (t.to(device=layer.weight.device, dtype=layer.weight.dtype) for t in value)
+        weight, bias = (
+            t.to(device=layer.weight.device, dtype=layer.weight.dtype) for t in value
+        )
         return cls(weight, bias)
 
     @property
     def finite(self) -> bool:
         """True if no number overflowed the layer's dtype."""
-        return bool(torch.isfinite(self.weight).all() and torch.isfinite(self.bias).all())
+        return bool(
+            torch.isfinite(self.weight).all() and torch.isfinite(self.bias).all()
+        )
 
     def put_into(self, layer: Any) -> None:
         """Replace the parameters of ``layer``. Other owners of the old tensors keep them."""
@@ -172,11 +176,15 @@ def plan_fold(model: nn.Module, pair: Pair, *, verify: bool) -> FoldEdit | Refus
         exact = _exact(layer, pair.before, scale, shift)
         numbers[path] = LayerNumbers.of(exact, layer)
         if not numbers[path].finite:
-            return Refusal(pair.norm, f"folding it into {path} overflows {layer.weight.dtype}")
+            return Refusal(
+                pair.norm, f"folding it into {path} overflows {layer.weight.dtype}"
+            )
         if verify or not (is_of_torch(norm) and is_of_torch(layer)):
             try:
                 deviation = _error(pair, norm, layer, exact, pad)
-            except Exception as failure:  # a forward of the user's may want more than one tensor
+            except (
+                Exception
+            ) as failure:  # a forward of the user's may want more than one tensor
                 return Refusal(pair.norm, cannot_be_checked(path, failure))
             error = max(error, deviation)
             if not deviation <= TOLERANCE:
@@ -232,7 +240,9 @@ def _error(
     for name, value in zip(("weight", "bias"), exact, strict=True):
         folded.register_parameter(name, nn.Parameter(value, requires_grad=False))
     if not pair.before:
-        return relative_error(run([folded, norm_remainder(norm)], x), run([layer, norm], x))
+        return relative_error(
+            run([folded, norm_remainder(norm)], x), run([layer, norm], x)
+        )
     want = run([norm, layer], x)
     if pad is not None:
         folded.padding = (0,) * len(pad.padding)
@@ -250,18 +260,26 @@ def run(parts: list[Any], x: Tensor) -> Tensor:
     with torch.no_grad():
         for part in map(_double, parts):
             for kind, ndim in ndims.items():
-                if x.dim() == 2 and isinstance(part, kind):  # tokens, with features on axis 1
+                if x.dim() == 2 and isinstance(
+                    part, kind
+                ):  # tokens, with features on axis 1
                     x = x.reshape(*x.shape, *[1] * (ndim - 2))
             # Of a layer that calls children only torch's own part is compared, and of a BatchNorm
             # that quantizes its result what comes before.
-            is_base_alone = calls_children(part) or output_quantizer_of(part) is not None
+            is_base_alone = (
+                calls_children(part) or output_quantizer_of(part) is not None
+            )
             x = torch_base(part).forward(part, x) if is_base_alone else part.forward(x)
     return x.flatten(1) if isinstance(parts[0], nn.Linear) else x
 
 
 def sample(layer: Any, generator: torch.Generator) -> Tensor:
     """Return a random float64 input for ``layer``."""
-    shape = [4, layer.in_features] if isinstance(layer, nn.Linear) else [2, layer.in_channels]
+    shape = (
+        [4, layer.in_features]
+        if isinstance(layer, nn.Linear)
+        else [2, layer.in_channels]
+    )
     for axis, kernel in enumerate(getattr(layer, "kernel_size", ())):
         p = 0 if isinstance(layer.padding, str) else layer.padding[axis]
         window = layer.dilation[axis] * (kernel - 1) + 1

@@ -30,7 +30,9 @@ from torchq.fusion.algebra import (
 )
 
 TOLERANCE = 1e-10  # float64, relative to the largest output
-_CHUNK = 2**22  # input elements per gradient pass, which bounds the memory of extraction
+_CHUNK = (
+    2**22
+)  # input elements per gradient pass, which bounds the memory of extraction
 
 Function = Callable[[Tensor], Tensor]
 Ints = tuple[int, ...]
@@ -65,7 +67,11 @@ class Geometry:
     @property
     def kernel_numel(self) -> int:
         """The number of multiplications per output position."""
-        return self.out_channels * (self.in_channels // self.groups) * math.prod(self.window)
+        return (
+            self.out_channels
+            * (self.in_channels // self.groups)
+            * math.prod(self.window)
+        )
 
     @property
     def extent(self) -> Ints:
@@ -82,7 +88,11 @@ class Affine:
     """
 
     def __init__(
-        self, geometry: Geometry, build: Callable[[], KernelBias], *, is_identity: bool = False
+        self,
+        geometry: Geometry,
+        build: Callable[[], KernelBias],
+        *,
+        is_identity: bool = False,
     ) -> None:
         self.geometry, self._build, self.is_identity = geometry, build, is_identity
 
@@ -114,10 +124,14 @@ class Affine:
         args: tuple[object, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        return _operator_named(getattr(func, "__name__", str(func)))(*args, **(kwargs or {}))
+        return _operator_named(getattr(func, "__name__", str(func)))(
+            *args, **(kwargs or {})
+        )
 
     def __getattr__(self, name: str) -> Any:
-        return partial(_operator_named("" if name.startswith("_") else name, name), self)
+        return partial(
+            _operator_named("" if name.startswith("_") else name, name), self
+        )
 
     def dim(self) -> int:
         """Return the dimensions of the tensor that this stands for, with the batch."""
@@ -138,14 +152,26 @@ class Affine:
 
         def build() -> KernelBias:
             kernel, bias = self.value
-            factor = torch.ones_like(bias) if scale is None else scale.double().expand_as(bias)
-            term = torch.zeros_like(bias) if shift is None else shift.double().expand_as(bias)
+            factor = (
+                torch.ones_like(bias)
+                if scale is None
+                else scale.double().expand_as(bias)
+            )
+            term = (
+                torch.zeros_like(bias)
+                if shift is None
+                else shift.double().expand_as(bias)
+            )
             return fold_affine_after(kernel, bias, factor, term)
 
         return Affine(self.geometry, build)
 
     def convolve(
-        self, weight: Tensor, bias: Tensor | None, geometry: Geometry, dilation: Ints = ()
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        geometry: Geometry,
+        dilation: Ints = (),
     ) -> Affine:
         """Return a convolution of this map; ``geometry`` is that of its dense kernel."""
         first = self.geometry
@@ -156,7 +182,11 @@ class Affine:
             )
 
         def second() -> KernelBias:
-            dense = dilate_kernel(weight.double(), dilation) if dilation else weight.double()
+            dense = (
+                dilate_kernel(weight.double(), dilation)
+                if dilation
+                else weight.double()
+            )
             zeros = dense.new_zeros(geometry.out_channels)
             return KernelBias(dense, zeros if bias is None else bias.double())
 
@@ -169,8 +199,12 @@ class Affine:
             inner = self.value
             outer = second()
             groups = merged.groups
-            inner = inner._replace(kernel=regroup_kernel(inner.kernel, first.groups, groups))
-            outer = outer._replace(kernel=regroup_kernel(outer.kernel, geometry.groups, groups))
+            inner = inner._replace(
+                kernel=regroup_kernel(inner.kernel, first.groups, groups)
+            )
+            outer = outer._replace(
+                kernel=regroup_kernel(outer.kernel, geometry.groups, groups)
+            )
             return compose(inner, outer, groups=groups, stride=first.stride)
 
         return Affine(merged, build)
@@ -179,9 +213,14 @@ class Affine:
         """Raise :class:`NotAffine` unless zeros around this map are zeros around the source."""
         inner = self.geometry
         for axis, pads in enumerate(zip(before, after, strict=True)):
-            plain = inner.window[axis] == 1 and min(inner.before[axis], inner.after[axis]) >= 0
+            plain = (
+                inner.window[axis] == 1
+                and min(inner.before[axis], inner.after[axis]) >= 0
+            )
             if max(pads) > 0 and not plain:
-                raise NotAffine("zero padding between two windows is not one convolution")
+                raise NotAffine(
+                    "zero padding between two windows is not one convolution"
+                )
         if max((*before, *after), default=0) <= 0 or self.is_identity:
             return
         if bool(self.value.bias.any()):
@@ -193,8 +232,12 @@ class Affine:
         g = self.geometry
         wide = replace(
             g,
-            before=tuple(b + n * s for b, n, s in zip(g.before, before, g.stride, strict=True)),
-            after=tuple(a + n * s for a, n, s in zip(g.after, after, g.stride, strict=True)),
+            before=tuple(
+                b + n * s for b, n, s in zip(g.before, before, g.stride, strict=True)
+            ),
+            after=tuple(
+                a + n * s for a, n, s in zip(g.after, after, g.stride, strict=True)
+            ),
         )
         return Affine(wide, lambda: self.value)
 
@@ -205,13 +248,17 @@ class Affine:
         if shapes[0] != shapes[1]:
             raise NotAffine("a sum of branches of different shape or stride")
         merged = _covering(a, b)
-        return Affine(merged, lambda: add_branches([self.fit(merged), other.fit(merged)]))
+        return Affine(
+            merged, lambda: add_branches([self.fit(merged), other.fit(merged)])
+        )
 
     def fit(self, target: Geometry) -> KernelBias:
         """Return the kernel written with the window, padding and groups of ``target``."""
         g = self.geometry
         before = [t - b for t, b in zip(target.before, g.before, strict=True)]
-        after = [t - w - n for t, w, n in zip(target.window, g.window, before, strict=True)]
+        after = [
+            t - w - n for t, w, n in zip(target.window, g.window, before, strict=True)
+        ]
         kernel = regroup_kernel(self.value.kernel, g.groups, target.groups)
         return KernelBias(pad_kernel(kernel, before, after), self.value.bias)
 
@@ -265,7 +312,9 @@ _OPERATORS: dict[str, Callable[..., Any]] = {}
 
 def _operator_named(name: str, shown: str = "") -> Callable[..., Any]:
     if name not in _OPERATORS:
-        raise NotAffine(f"{shown or name} is not linear and shift-invariant, or not known to be")
+        raise NotAffine(
+            f"{shown or name} is not linear and shift-invariant, or not known to be"
+        )
     return _OPERATORS[name]
 
 
@@ -288,7 +337,9 @@ def _constant(value: Any, like: Affine) -> Tensor:
     channels = like.geometry.out_channels
     aligned = (1,) * (dims + 2 - tensor.dim()) + tuple(tensor.shape)
     if aligned != (1, channels, *(1,) * dims):
-        raise NotAffine(f"a constant of shape {tuple(tensor.shape)} is not one value per channel")
+        raise NotAffine(
+            f"a constant of shape {tuple(tensor.shape)} is not one value per channel"
+        )
     return tensor.reshape(-1)
 
 
@@ -329,14 +380,18 @@ _operator("contiguous clone detach requires_grad_")(lambda a, *args, **kwargs: a
 
 
 @_operator("dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout")
-def _dropout(a: Affine, p: float = 0.5, training: bool = True, inplace: bool = False) -> Affine:
+def _dropout(
+    a: Affine, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Affine:
     if training and p > 0:
         raise NotAffine("dropout in training mode")
     return a
 
 
 @_operator("leaky_relu leaky_relu_")
-def _leaky_relu(a: Affine, negative_slope: float = 0.01, inplace: bool = False) -> Affine:
+def _leaky_relu(
+    a: Affine, negative_slope: float = 0.01, inplace: bool = False
+) -> Affine:
     if float(negative_slope) != 1.0:  # VanillaNet anneals the slope to 1
         raise NotAffine(f"leaky_relu of slope {float(negative_slope):g}")
     return a
@@ -399,7 +454,9 @@ def _conv(
 def _linear(a: Affine, weight: Tensor, bias: Tensor | None = None) -> Affine:
     if a.geometry.spatial_dims:
         raise NotAffine("a linear layer on feature maps")
-    return a.convolve(weight, bias, Geometry(weight.shape[1], weight.shape[0], 1, (), (), (), ()))
+    return a.convolve(
+        weight, bias, Geometry(weight.shape[1], weight.shape[0], 1, (), (), (), ())
+    )
 
 
 @_operator("avg_pool1d avg_pool2d avg_pool3d")
@@ -467,7 +524,9 @@ def apply_map(x: Tensor, geometry: Geometry, value: KernelBias) -> Tensor:
         return F.linear(x, value.kernel, value.bias)
     convolve = (F.conv1d, F.conv2d, F.conv3d)[geometry.spatial_dims - 1]
     kernel, bias = value
-    return convolve(x, kernel, bias, geometry.stride, geometry.before, 1, geometry.groups)
+    return convolve(
+        x, kernel, bias, geometry.stride, geometry.before, 1, geometry.groups
+    )
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
@@ -478,7 +537,9 @@ def relative_error(got: Tensor, want: Tensor) -> float:
         return 0.0
     same = (got == want) | (got.isnan() & want.isnan())
     largest = torch.where(want.isfinite(), want.abs(), 0.0).max().item()
-    error = torch.where(same, 0.0, (got - want).abs()).max().item() / max(largest, 1e-30)
+    error = torch.where(same, 0.0, (got - want).abs()).max().item() / max(
+        largest, 1e-30
+    )
     return error if math.isfinite(error) else math.inf
 
 
@@ -490,7 +551,9 @@ def collapse(
     with torch.no_grad():
         result: Any = function(source)
         if not isinstance(result, Affine):
-            raise NotAffine(f"the result is a {type(result).__name__}, not a map of the input")
+            raise NotAffine(
+                f"the result is a {type(result).__name__}, not a map of the input"
+            )
         return result.symmetric()
 
 
@@ -500,7 +563,9 @@ def extract(function: Function, geometry: Geometry) -> tuple[Geometry, KernelBia
     if geometry.spatial_dims == 0:
         with torch.no_grad():
             bias = function(_zeros(1, geometry.in_channels))
-            columns = function(torch.eye(geometry.in_channels, dtype=torch.float64, device="cpu"))
+            columns = function(
+                torch.eye(geometry.in_channels, dtype=torch.float64, device="cpu")
+            )
         return geometry, KernelBias((columns - bias).T.contiguous(), bias[0])
     # The first position of the output whose window lies inside the image, on each axis; where
     # that window starts; and the size of the image that ends with it.
@@ -520,7 +585,11 @@ def extract(function: Function, geometry: Geometry) -> tuple[Geometry, KernelBia
     per_pass = max(1, _CHUNK // (geometry.in_channels * math.prod(spatial)))
     for channels in torch.arange(geometry.out_channels, device="cpu").split(per_pass):
         x = _zeros(len(channels), geometry.in_channels, *spatial).requires_grad_()
-        places: tuple[Any, ...] = (torch.arange(len(channels), device="cpu"), channels, *at)
+        places: tuple[Any, ...] = (
+            torch.arange(len(channels), device="cpu"),
+            channels,
+            *at,
+        )
         rows.append(torch.autograd.grad(function(x)[places].sum(), x)[0][read])
     position: tuple[Any, ...] = (0, slice(None), *at)
     with torch.no_grad():
@@ -546,13 +615,18 @@ def _check_additive(function: Function, geometry: Geometry) -> None:
 def _take_groups(kernel: Tensor, groups: int) -> Tensor:
     """Return the diagonal blocks of a kernel of one group, as a kernel of ``groups`` groups."""
     out, channels = kernel.shape[:2]
-    blocks = kernel.reshape(groups, out // groups, groups, channels // groups, *kernel.shape[2:])
+    blocks = kernel.reshape(
+        groups, out // groups, groups, channels // groups, *kernel.shape[2:]
+    )
     index = torch.arange(groups, device="cpu")
     return blocks[index, :, index].reshape(out, channels // groups, *kernel.shape[2:])
 
 
 def linear_map(
-    function: Function, in_channels: int, spatial_dims: int, hint: Geometry | None = None
+    function: Function,
+    in_channels: int,
+    spatial_dims: int,
+    hint: Geometry | None = None,
 ) -> tuple[Geometry, KernelBias, float]:
     """Return geometry and kernel of the one layer that ``function`` is, and the relative error.
 
@@ -571,7 +645,9 @@ def linear_map(
             error = _check(function, geometry, value)
         except NotAffine as reason:
             reasons.append(str(reason))
-        except Exception as reason:  # the user's forward may raise anything on a symbolic input
+        except (
+            Exception
+        ) as reason:  # the user's forward may raise anything on a symbolic input
             reasons.append(f"{type(reason).__name__}: {reason}")
         else:
             if error <= TOLERANCE:
@@ -595,7 +671,9 @@ def _like(
     room = [(h - b, hw - w - (h - b)) for h, b, hw, w in axes]
     if all(min(pair) >= 0 for pair in room):
         window, padding = hint.window, hint.before
-    target = replace(geometry, groups=groups, window=window, before=padding, after=padding)
+    target = replace(
+        geometry, groups=groups, window=window, before=padding, after=padding
+    )
     return target, Affine(geometry, lambda: value).fit(target)
 
 

@@ -80,7 +80,9 @@ class RescalesOutput(Protocol):
         """Return which codes of a folded copy are not those of this layer, or None."""
         ...
 
-    def norm_is_folded_(self, path: str, norm: str, quantizer: nn.Module | None) -> None:
+    def norm_is_folded_(
+        self, path: str, norm: str, quantizer: nn.Module | None
+    ) -> None:
         """Take over what the BatchNorm at the path ``norm`` had, such as a quantizer of results."""
         ...
 
@@ -96,7 +98,8 @@ class QuantizesOutput(Protocol):
 def holds_quantizers(module: nn.Module) -> bool:
     """Return True if ``module`` or a descendant has a child ``*_quantizer``, no Identity."""
     return any(
-        name.rpartition(".")[2].endswith("_quantizer") and type(child) is not nn.Identity
+        name.rpartition(".")[2].endswith("_quantizer")
+        and type(child) is not nn.Identity
         for name, child in module.named_modules()
     )
 
@@ -163,24 +166,38 @@ def calls_children(module: nn.Module) -> bool:
 
 def torch_base(module: nn.Module) -> type[nn.Module]:
     """Return the class of ``torch.nn`` that ``module`` is of or derives from."""
-    return next(cls for cls in type(module).__mro__ if cls.__module__.startswith("torch.nn."))
+    return next(
+        cls for cls in type(module).__mro__ if cls.__module__.startswith("torch.nn.")
+    )
 
 
 def _inherits_forward(module: nn.Module) -> bool:
-    return type(module).forward is torch_base(module).forward and "forward" not in vars(module)
+    return type(module).forward is torch_base(module).forward and "forward" not in vars(
+        module
+    )
 
 
 def output_channels(layer: nn.Module) -> int:
     """Return the number of output channels (or features) of a layer."""
-    channels = layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
+    channels = (
+        layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
+    )
     assert isinstance(channels, int)
     return channels
 
 
 def spatial_dims_of(module: object) -> int:
     """Return the number of spatial dimensions of a layer or BatchNorm; 0 for a linear layer."""
-    dims_by_class = {nn.Linear: 0, nn.Conv1d: 1, nn.BatchNorm1d: 1, nn.Conv3d: 3, nn.BatchNorm3d: 3}
-    return next((dims for cls, dims in dims_by_class.items() if isinstance(module, cls)), 2)
+    dims_by_class = {
+        nn.Linear: 0,
+        nn.Conv1d: 1,
+        nn.BatchNorm1d: 1,
+        nn.Conv3d: 3,
+        nn.BatchNorm3d: 3,
+    }
+    return next(
+        (dims for cls, dims in dims_by_class.items() if isinstance(module, cls)), 2
+    )
 
 
 def _tensor_obstacle(module: nn.Module, names: tuple[str, ...]) -> str | None:
@@ -228,7 +245,10 @@ def norm_obstacle(norm: nn.Module) -> str | None:
     """Return why ``norm`` is not a fixed per-channel map that could be folded, or None if it is."""
     if norm.training and isinstance(norm, BATCH_NORMS):
         return "in training mode; call .eval() first"
-    if getattr(norm, "running_mean", None) is None or getattr(norm, "running_var", None) is None:
+    if (
+        getattr(norm, "running_mean", None) is None
+        or getattr(norm, "running_var", None) is None
+    ):
         return "keeps no running statistics (track_running_stats=False)"
     quantizes_result = output_quantizer_of(norm) is not None
     if _holds_quantizers_beside_activation(norm) and not quantizes_result:
@@ -237,7 +257,11 @@ def norm_obstacle(norm: nn.Module) -> str | None:
         return f"has {hook}; remove it first"
     if quantizes_result:
         return _tensor_obstacle(norm, _NORM_TENSORS)
-    if not _inherits_forward(norm) and isinstance(norm, BATCH_NORMS) and not hasattr(norm, "act"):
+    if (
+        not _inherits_forward(norm)
+        and isinstance(norm, BATCH_NORMS)
+        and not hasattr(norm, "act")
+    ):
         return f"is a {type(norm).__name__}, whose forward may do more than BatchNorm"
     drop = getattr(norm, "drop", None)
     if isinstance(drop, nn.Module) and drop.training and type(drop) is not nn.Identity:
@@ -250,7 +274,8 @@ def _holds_quantizers_beside_activation(norm: nn.Module) -> bool:
     activation = getattr(norm, "act", None)
     inside = set(activation.modules()) if isinstance(activation, nn.Module) else set()
     return any(
-        name.rpartition(".")[2].endswith("_quantizer") and type(child) is not nn.Identity
+        name.rpartition(".")[2].endswith("_quantizer")
+        and type(child) is not nn.Identity
         for name, child in norm.named_modules()
         if child not in inside
     )
@@ -277,7 +302,9 @@ def norm_remainder(norm: nn.Module) -> nn.Module:
     identity: Any = nn.Identity().train(norm.training)
     statistics = norm.get_buffer("running_var")
     # Nothing loads these numbers later, so a model without memory gets them on the CPU.
-    one = torch.ones_like(statistics, device="cpu" if statistics.is_meta else statistics.device)
+    one = torch.ones_like(
+        statistics, device="cpu" if statistics.is_meta else statistics.device
+    )
     for name in ("weight", "running_var"):
         identity.register_buffer(name, one.clone(), persistent=False)
     for name in ("bias", "running_mean"):

@@ -78,7 +78,9 @@ class Trial:
         terms = (want - shift[:, None]).abs().max() + shift.abs().max()
         difference = (got - want).abs().amax(1)
         allowed = self.outcome.relative * terms + self.outcome.absolute
-        off = torch.where(exact, difference / allowed.clamp_min(1e-30), 0.0).max().item()
+        off = (
+            torch.where(exact, difference / allowed.clamp_min(1e-30), 0.0).max().item()
+        )
         error = difference.max().item() / max(want.abs().max().item(), 1e-30)
         self.off = max(self.off, off)
         self.error = max(self.error or 0.0, error)
@@ -95,7 +97,9 @@ class Trial:
                 f" largest result), {self.off:.3g} times what rounding explains",
             )
         assert self.edit.fusion is not None
-        return replace(self.edit, fusion=replace(self.edit.fusion, error=self.error or 0.0))
+        return replace(
+            self.edit, fusion=replace(self.edit.fusion, error=self.error or 0.0)
+        )
 
 
 def plan_on_grid(
@@ -111,7 +115,9 @@ def plan_on_grid(
         example: as for :func:`torchq.fuse_`; None takes random inputs.
         verify: compare the results of layers. Codes are always compared.
     """
-    results: list[FoldEdit | Refusal | Trial] = [_attempt(model, pair) for pair in pairs]
+    results: list[FoldEdit | Refusal | Trial] = [
+        _attempt(model, pair) for pair in pairs
+    ]
     trials = [result for result in results if isinstance(result, Trial)]
     if verify and trials:
         if example is not None:
@@ -122,7 +128,9 @@ def plan_on_grid(
                 _compare_on_random(trial)
             if not (is_of_torch(norm) or output_quantizer_of(norm) is not None):
                 _compare_norm(trial, norm)
-    return [result.judged() if isinstance(result, Trial) else result for result in results]
+    return [
+        result.judged() if isinstance(result, Trial) else result for result in results
+    ]
 
 
 def _attempt(model: nn.Module, pair: Pair) -> Trial | Refusal:
@@ -132,11 +140,17 @@ def _attempt(model: nn.Module, pair: Pair) -> Trial | Refusal:
     layer = model.get_submodule(path)
     scale, shift = norm_affine(norm)
     if not bool(torch.isfinite(scale).all() and torch.isfinite(shift).all()):
-        return Refusal(pair.norm, "has a variance and eps whose root is no finite number above 0")
+        return Refusal(
+            pair.norm, "has a variance and eps whose root is no finite number above 0"
+        )
     folded: Any = copy_module(layer)
     outcome: OutputFold = folded.fold_output_(scale, shift)
-    if not bool(torch.isfinite(folded.weight).all() and torch.isfinite(folded.bias).all()):
-        return Refusal(pair.norm, f"folding it into {path} overflows {folded.weight.dtype}")
+    if not bool(
+        torch.isfinite(folded.weight).all() and torch.isfinite(folded.bias).all()
+    ):
+        return Refusal(
+            pair.norm, f"folding it into {path} overflows {folded.weight.dtype}"
+        )
     reason = layer.folded_codes_obstacle(folded, scale, outcome)  # type: ignore[operator]
     if reason is not None:
         return Refusal(pair.norm, f"folding it into {path} {reason}")
@@ -171,7 +185,9 @@ def _sharing(model: nn.Module, layer: nn.Module) -> list[str]:
     return remarks
 
 
-def _compare_in_model(model: nn.Module, trials: Sequence[Trial], example: object) -> None:
+def _compare_in_model(
+    model: nn.Module, trials: Sequence[Trial], example: object
+) -> None:
     """Run the model once, and every folded copy on what its layer gets there."""
     watched = [(t.layer, partial(_see, t)) for t in trials if t.outcome.has_range]
     with evaluating(model), torch.no_grad(), random_seeded(0), watching(watched):
@@ -183,13 +199,16 @@ def _see(trial: Trial, args: Any, kwargs: Any, result: Any) -> None:
     _compare_call(trial, trial.folded, result, *args, **kwargs)
 
 
-def _compare_call(trial: Trial, folded: Any, result: Any, *args: Any, **kwargs: Any) -> None:
+def _compare_call(
+    trial: Trial, folded: Any, result: Any, *args: Any, **kwargs: Any
+) -> None:
     """Compare what a folded layer returns with the result of the layer, times factor plus shift."""
     try:
         got = folded.forward(*args, **kwargs)
         sizes = [-1, *[1] * _dims_behind_channels(trial.layer)]
         scale, shift = (
-            t.reshape(sizes).to(result.device) for t in (trial.fold.scale, trial.fold.shift)
+            t.reshape(sizes).to(result.device)
+            for t in (trial.fold.scale, trial.fold.shift)
         )
         want = result.double() * scale + shift
         trial.compare(*(_channels_first(trial.layer, t) for t in (got, want)))
@@ -213,7 +232,9 @@ def _compare_on_random(trial: Trial) -> None:
     with torch.no_grad():
         try:
             result = layer.forward(x)
-        except Exception as failure:  # a forward of the user's may want more than one tensor
+        except (
+            Exception
+        ) as failure:  # a forward of the user's may want more than one tensor
             trial.failure = failure
             return
         _compare_call(trial, folded, result, x)
@@ -225,7 +246,9 @@ def _compare_norm(trial: Trial, norm: Any) -> None:
     if hasattr(norm, "act"):  # it stays
         norm.act = nn.Identity()
     channels = len(trial.fold.scale)
-    x = torch.randn(3, channels, *[2] * _dims_behind_channels(trial.layer), dtype=torch.float64)
+    x = torch.randn(
+        3, channels, *[2] * _dims_behind_channels(trial.layer), dtype=torch.float64
+    )
     sizes = [-1, *[1] * (x.dim() - 2)]
     try:
         got = run([norm], x).reshape(x.shape)
@@ -236,7 +259,9 @@ def _compare_norm(trial: Trial, norm: Any) -> None:
         trial.failure = failure
         return
     if not error <= TOLERANCE:
-        trial.failure = ValueError(f"its result is off by {error:.1e} from that of a BatchNorm")
+        trial.failure = ValueError(
+            f"its result is off by {error:.1e} from that of a BatchNorm"
+        )
 
 
 def _dims_behind_channels(layer: Any) -> int:

@@ -50,7 +50,9 @@ def find_flow(
     except Exception as error:  # a model may fail to trace in any way it likes
         reason = why_untraceable(error)
         if recorded is not None:
-            return recorded, (f"{reason}, so a run on the example was followed instead",)
+            return recorded, (
+                f"{reason}, so a run on the example was followed instead",
+            )
         note = f"{reason}, so its parts were followed alone. Give an example to see the whole"
         return _flow_of_parts(model), (note,)
     return (flow if recorded is None else _with_ndims(flow, recorded)), ()
@@ -63,7 +65,9 @@ def _with_ndims(flow: Flow, recorded: Flow) -> Flow:
         recorded_calls = [] if call.module is None else recorded.calls_of(call.module)
         return replace(
             call,
-            shape=recorded_calls[0].shape if len({c.ndim for c in recorded_calls}) == 1 else None,
+            shape=recorded_calls[0].shape
+            if len({c.ndim for c in recorded_calls}) == 1
+            else None,
         )
 
     return replace(flow, calls=tuple(map(with_ndim, flow.calls)))
@@ -130,12 +134,20 @@ def inferred_ndim(flow: Flow, call: Call) -> int | None:
     while len(call.inputs) == 1:
         call = flow.calls[call.inputs[0]]
         module: Any = call.module
-        by_module = is_plain(module, nn.Flatten) and (module.start_dim, module.end_dim) == (1, -1)
+        by_module = is_plain(module, nn.Flatten) and (
+            module.start_dim,
+            module.end_dim,
+        ) == (1, -1)
         if by_module or (module is None and (call.name, call.arguments) in _FLATTENING):
             return 2
         # A quantized linear layer has a forward of its own.
         linear = isinstance(module, nn.Linear) and isinstance(module, RescalesOutput)
-        if not (linear or is_plain(module, *_KEEP_NDIM) or is_norm(module) or does_nothing(call)):
+        if not (
+            linear
+            or is_plain(module, *_KEEP_NDIM)
+            or is_norm(module)
+            or does_nothing(call)
+        ):
             return None
     return None
 
@@ -154,7 +166,9 @@ def border_obstacle(layer: Any) -> str | None:
             " does not fold"
         )
     named = {"valid": False, "same": not single_tap}
-    padded = named[layer.padding] if isinstance(layer.padding, str) else any(layer.padding)
+    padded = (
+        named[layer.padding] if isinstance(layer.padding, str) else any(layer.padding)
+    )
     if layer.padding_mode != "zeros" or not padded:
         return None
     return (
@@ -181,7 +195,9 @@ class Pair:
 
     def is_on_grid(self, model: nn.Module) -> bool:
         """Return True if a quantized layer takes the BatchNorm behind it."""
-        return not self.before and isinstance(model.get_submodule(self.layers[0]), RescalesOutput)
+        return not self.before and isinstance(
+            model.get_submodule(self.layers[0]), RescalesOutput
+        )
 
 
 class _Refused(Exception):
@@ -233,7 +249,9 @@ class _Finder:
         self.names = {id(module): name for name, module in model.named_modules()}
         self.held = _held_in_containers(model)
         #: Paths of the modules of which code outside reads an attribute.
-        self.asked = {call.name.rpartition(".")[0] for call in flow.calls if call.module is None}
+        self.asked = {
+            call.name.rpartition(".")[0] for call in flow.calls if call.module is None
+        }
         self.taken: set[int] = set()
 
     def examine(self, name: str, norm: nn.Module) -> Pair:
@@ -241,7 +259,9 @@ class _Finder:
         if reason := norm_obstacle(norm):
             raise _Refused(reason)
         if id(norm) in self.held:
-            raise _Refused(f"is also kept in {self.held[id(norm)]}, outside the module tree")
+            raise _Refused(
+                f"is also kept in {self.held[id(norm)]}, outside the module tree"
+            )
         if id(norm) in self.flow.read or (name and name in self.asked):
             raise _Refused(_READ_ELSEWHERE)
         calls = self.flow.calls_of(norm)
@@ -279,12 +299,16 @@ class _Finder:
         """Return the one layer whose results ``norm`` normalises, or raise ``_Refused``."""
         sources = [self._source(call) for call in calls]
         if len({id(source.module) for source in sources}) > 1:
-            raise _Refused(f"is shared: it follows {', '.join(source.name for source in sources)}")
+            raise _Refused(
+                f"is shared: it follows {', '.join(source.name for source in sources)}"
+            )
         layer = sources[0].module
         name = sources[0].name
         assert layer is not None
         if len(self.flow.calls_of(layer)) != len(calls):
-            raise _Refused(f"its layer {name} is shared: it is also called without this BatchNorm")
+            raise _Refused(
+                f"its layer {name} is shared: it is also called without this BatchNorm"
+            )
         if reason := self._layer_obstacle(layer):
             raise _Refused(f"its layer {name} {reason}")
         channels = norm.running_mean.numel()
@@ -295,8 +319,12 @@ class _Finder:
         if isinstance(layer, RescalesOutput):
             reason = layer.output_scale_obstacle(norm_affine(norm)[0])
         elif output_quantizer_of(norm) is not None:
-            reason = "is float, and cannot take over the quantizer of the BatchNorm's result"
-        reason = reason or self._hook_between(self.names[id(layer)], self.names[id(norm)])
+            reason = (
+                "is float, and cannot take over the quantizer of the BatchNorm's result"
+            )
+        reason = reason or self._hook_between(
+            self.names[id(layer)], self.names[id(norm)]
+        )
         if reason:
             raise _Refused(f"its layer {name} {reason}")
         self._claim(layer, name)
@@ -305,7 +333,9 @@ class _Finder:
     def _claim(self, layer: nn.Module, name: str) -> None:
         """Give ``layer`` to the BatchNorm that is examined, or raise ``_Refused``."""
         if id(layer) in self.taken:
-            raise _Refused(f"its layer {name} absorbs another BatchNorm; run fuse_ again")
+            raise _Refused(
+                f"its layer {name} absorbs another BatchNorm; run fuse_ again"
+            )
         self.taken.add(id(layer))
 
     def _source(self, call: Call) -> Call:
@@ -314,7 +344,9 @@ class _Finder:
         moved: tuple[int, ...] = ()
         while True:
             if len(at.inputs) != 1:
-                raise _Refused("its input does not come from one convolution or linear layer")
+                raise _Refused(
+                    "its input does not come from one convolution or linear layer"
+                )
             source = self.flow.calls[at.inputs[0]]
             self._check_alone(source, at)
             if is_layer(source.module):
@@ -331,7 +363,9 @@ class _Finder:
         """Raise ``_Refused`` if something other than ``reader`` uses the result of ``source``."""
         if not (is_layer(source.module) or does_nothing(source)):
             return
-        others = [call for call in self.flow.consumers(source) if call.index != reader.index]
+        others = [
+            call for call in self.flow.consumers(source) if call.index != reader.index
+        ]
         if others:
             names = ", ".join(call.name for call in (reader, *others))
             raise _Refused(f"{source.name} has {len(others) + 1} consumers: {names}")
@@ -358,7 +392,9 @@ class _Finder:
 
     # -- norm, then layers -----------------------------------------------------------------------
 
-    def _pair_before(self, name: str, norm: Any, calls: list[Call], why_not_after: str) -> Pair:
+    def _pair_before(
+        self, name: str, norm: Any, calls: list[Call], why_not_after: str
+    ) -> Pair:
         """Return the pair of a BatchNorm and all layers that read it, or raise ``_Refused``."""
         alone = len(calls) == 1 and calls[0].index not in self.flow.outputs
         is_affine = not hasattr(norm, "act") and output_quantizer_of(norm) is None
@@ -375,7 +411,9 @@ class _Finder:
                 pads = reason is not None and self._may_pad(followers, norm)
                 reason = None if pads else reason
             if reason:
-                raise _Refused(f"{why_not_after}; and {follower.name} after it {reason}")
+                raise _Refused(
+                    f"{why_not_after}; and {follower.name} after it {reason}"
+                )
         for follower in followers:
             assert follower.module is not None
             self._claim(follower.module, follower.name)
@@ -388,7 +426,9 @@ class _Finder:
         if not self.constant_pad or len(followers) > 1 or isinstance(layer, TRANSPOSED):
             return False
         # Every channel needs a value that the BatchNorm maps to zero, to pad with.
-        return isinstance(layer.padding, tuple) and bool((norm_affine(norm)[0] != 0).all())
+        return isinstance(layer.padding, tuple) and bool(
+            (norm_affine(norm)[0] != 0).all()
+        )
 
     def _followers(self, call: Call) -> list[Call]:
         """Return the layer calls that read ``call``, or none where something else reads it too."""
@@ -400,7 +440,9 @@ class _Finder:
                     return []
                 followers += inner
             elif is_layer(consumer.module) and len(consumer.inputs) == 1:
-                followers.append(replace(consumer, name=self.names[id(consumer.module)]))
+                followers.append(
+                    replace(consumer, name=self.names[id(consumer.module)])
+                )
             else:
                 return []
         return followers

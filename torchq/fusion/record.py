@@ -90,7 +90,9 @@ def apply_fusion_record_(model: nn.Module, record: Sequence[Entry]) -> None:
         if str(entry["kind"]) not in _CHANGES:
             raise _damaged(entry, "kind", f"one of {', '.join(sorted(_CHANGES))}")
     already_applied = {_canonical(entry) for entry in fusion_record(model)}
-    entries = [dict(entry) for entry in record if _canonical(entry) not in already_applied]
+    entries = [
+        dict(entry) for entry in record if _canonical(entry) not in already_applied
+    ]
     with torch.inference_mode(False), undone_on_error(model), recording(model, entries):
         for entry in entries:
             _CHANGES[entry["kind"]](model, entry).apply(model)
@@ -157,7 +159,9 @@ def _moved(entry: Entry, out_of: str = "", into: str = "") -> dict[str, Any]:
     new = copy.deepcopy(dict(entry))
     if "path" in new:
         return new | {"path": change(new["path"])}
-    return new | {key: [change(path) for path in new[key]] for key in ("norms", "layers")}
+    return new | {
+        key: [change(path) for path in new[key]] for key in ("norms", "layers")
+    }
 
 
 def _common_parent(paths: Sequence[str]) -> str:
@@ -178,7 +182,9 @@ def _damaged(record: object, key: str | None, expected: str) -> ConfigError:
     """Return the error for the value of ``key``, or with None for the whole entry."""
     got = record if key is None or not isinstance(record, Mapping) else record.get(key)
     where = "" if key is None else f" for {key!r}"
-    return ConfigError(f"apply_fusion_record_: got {short_repr(got)}{where}; expected {expected}")
+    return ConfigError(
+        f"apply_fusion_record_: got {short_repr(got)}{where}; expected {expected}"
+    )
 
 
 def _misplaced(path: str, found: nn.Module | None, expected: str) -> FuseError:
@@ -194,11 +200,19 @@ def _is_list(value: object) -> bool:
 
 
 def _is_texts(value: Any) -> bool:
-    return _is_list(value) and bool(value) and all(isinstance(entry, str) for entry in value)
+    return (
+        _is_list(value)
+        and bool(value)
+        and all(isinstance(entry, str) for entry in value)
+    )
 
 
 def _is_count(value: object, least: int = 1) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= _LARGEST
+    return (
+        isinstance(value, int)
+        and not isinstance(value, bool)
+        and least <= value <= _LARGEST
+    )
 
 
 def _counts(length: int, least: int) -> tuple[str, Callable[[Any], bool]]:
@@ -224,12 +238,20 @@ _BLOCK: dict[str, _Field] = {
     "family": _TEXT,
     "layers": ("a list of layers", _is_list),
 }
-_LINEAR: dict[str, _Field] = {"class": _TEXT, "in_features": _COUNT, "out_features": _COUNT}
+_LINEAR: dict[str, _Field] = {
+    "class": _TEXT,
+    "in_features": _COUNT,
+    "out_features": _COUNT,
+}
 
 
 def _convolution(dims: int) -> dict[str, _Field]:
     counts = _counts(dims, 1)
-    fields: dict[str, _Field] = {"class": _TEXT, "in_channels": _COUNT, "out_channels": _COUNT}
+    fields: dict[str, _Field] = {
+        "class": _TEXT,
+        "in_channels": _COUNT,
+        "out_channels": _COUNT,
+    }
     fields |= {"kernel_size": counts, "stride": counts, "padding": _counts(dims, 0)}
     return fields | {"groups": _COUNT}
 
@@ -259,12 +281,16 @@ def _fold_from(model: nn.Module, record: Entry) -> FoldEdit:
             raise _misplaced(path, layer, "a layer")
         weight = layer.weight.detach()
         empty = weight.new_zeros(output_channels(layer))
-        numbers[path] = LayerNumbers(weight, empty if layer.bias is None else layer.bias.detach())
+        numbers[path] = LayerNumbers(
+            weight, empty if layer.bias is None else layer.bias.detach()
+        )
     if not padded:
         return FoldEdit(numbers, norms, None)
     if not isinstance(getattr(layer, "padding", None), tuple):
         raise _misplaced(path, layer, "a padded convolution")
-    return FoldEdit(numbers, norms, ConstantPad(torch.zeros_like(norm.running_mean), layer.padding))
+    return FoldEdit(
+        numbers, norms, ConstantPad(torch.zeros_like(norm.running_mean), layer.padding)
+    )
 
 
 def _block_from(model: nn.Module, record: Entry) -> BlockEdit:
@@ -277,7 +303,9 @@ def _block_from(model: nn.Module, record: Entry) -> BlockEdit:
     merged = tuple(_layer_from(layer, block) for layer in layers)
     layer_count = _layers_asked_for(block, rule, merged)
     if layer_count != len(merged):
-        raise _damaged(record, "layers", f"{layer_count} layers for a {rule.name} block")
+        raise _damaged(
+            record, "layers", f"{layer_count} layers for a {rule.name} block"
+        )
     return BlockEdit(path, rule, merged)
 
 
@@ -287,7 +315,9 @@ def _layers_asked_for(
     """Return how many layers the conversion of ``block`` asks for; None if more than are given."""
     unused = iter(layers)
     try:
-        rule.convert(copy_module(block), lambda *args, **kwargs: next(unused).like(block))
+        rule.convert(
+            copy_module(block), lambda *args, **kwargs: next(unused).like(block)
+        )
     except StopIteration:
         return None
     return len(layers) - len(list(unused))
@@ -317,7 +347,9 @@ def _geometry_from(record: object) -> Geometry:
     dims = {f"Conv{n}d": n for n in (1, 2, 3)}.get(str(kind))
     if dims is None:
         raise _damaged(record, "class", "Linear, Conv1d, Conv2d or Conv3d")
-    channels, out, window, stride, padding, groups = _checked(record, _convolution(dims))
+    channels, out, window, stride, padding, groups = _checked(
+        record, _convolution(dims)
+    )
     if channels % groups or out % groups:
         raise _damaged(record, "groups", "a divisor of the channels")
     return Geometry(channels, out, groups, window, padding, padding, stride)

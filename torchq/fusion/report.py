@@ -90,7 +90,9 @@ class FuseReport:
 
     def reason(self, name: str) -> str | None:
         """Return why the module at path ``name`` was refused; None if it was not."""
-        return next((refusal.reason for refusal in self.refused if refusal.name == name), None)
+        return next(
+            (refusal.reason for refusal in self.refused if refusal.name == name), None
+        )
 
     def require_all(self) -> FuseReport:
         """Return the report, or raise if something was refused.
@@ -99,7 +101,9 @@ class FuseReport:
             FuseError: the text lists every refusal.
         """
         if self.refused:
-            listed = "; ".join(f"{refusal.name}: {refusal.reason}" for refusal in self.refused)
+            listed = "; ".join(
+                f"{refusal.name}: {refusal.reason}" for refusal in self.refused
+            )
             raise FuseError(
                 f"fuse_: refused {len(self.refused)}; expected to merge everything. {listed}"
             )
@@ -114,8 +118,12 @@ class FuseReport:
         if self.error is None:
             return head
         if self.tolerance is None:
-            return f"{head}, whole model differs by {self.error:.1e} (ties between codes)"
-        return f"{head}, whole model off by {self.error:.1e} (limit {self.tolerance:.0e})"
+            return (
+                f"{head}, whole model differs by {self.error:.1e} (ties between codes)"
+            )
+        return (
+            f"{head}, whole model off by {self.error:.1e} (limit {self.tolerance:.0e})"
+        )
 
     def table(self) -> str:
         """Return the verdict and a row for each merge, refusal and note."""
@@ -142,7 +150,10 @@ class FuseReport:
         rows += [f"  {listed(names)}  {remark}" for remark, names in remarks.items()]
         rows += [f"  note: {note}" for note in self.notes]
         if len(rows) > _SCREEN:
-            rows = [*rows[: _SCREEN - 1], f"  and {len(rows) - _SCREEN + 1} rows of table()"]
+            rows = [
+                *rows[: _SCREEN - 1],
+                f"  and {len(rows) - _SCREEN + 1} rows of table()",
+            ]
         return "\n".join(wrap(row, indent=_INDENT) for row in (self.verdict(), *rows))
 
     def _state(self) -> str:

@@ -21,7 +21,10 @@ from torchq.utils import unwrapped
 #: Runs a model on a batch in a way of the user's own: ``forward(model, batch)``.
 Forward = Callable[[nn.Module, Any], Any]
 
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_POSITIONAL = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+)
 
 
 def call_model(
@@ -89,11 +92,14 @@ def _no_tensor_text(model: nn.Module, values: list[Any]) -> str:
     is_array = any(hasattr(value, "__array__") for value in values)
     fix = "Convert arrays with torch.from_numpy(array)" if is_array else "Pass tensors"
     return (
-        f"{_signature_text(model)}: got a batch of {kinds}, without a tensor; expected one. {fix}"
+        f"{_signature_text(model)}: got a batch of {kinds}, without a tensor; expected one. "
+        f"{fix}"
     )
 
 
-def call_arguments(model: nn.Module, example: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def call_arguments(
+    model: nn.Module, example: object
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the positional and the keyword arguments that ``example`` holds for ``model``.
 
     Let ``forward`` require ``r`` positional arguments and accept at most ``m``. Then a tuple or
@@ -158,7 +164,9 @@ def _without_labels(model: nn.Module, values: tuple[object, ...]) -> tuple[Any, 
 def _keywords(model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
     parameters = _parameters(model)
     kinds = {p.kind for p in parameters}
-    accepted = {p.name for p in parameters if p.kind in (*_POSITIONAL[1:], p.KEYWORD_ONLY)}
+    accepted = {
+        p.name for p in parameters if p.kind in (*_POSITIONAL[1:], p.KEYWORD_ONLY)
+    }
     unknown = [str(key) for key in values if key not in accepted]
     if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
         raise ConfigError(
@@ -184,7 +192,11 @@ def _parameters(model: nn.Module) -> list[inspect.Parameter]:
 
 
 def _of_schema(argument: Any) -> inspect.Parameter:
-    default = argument.default_value if argument.has_default_value() else inspect.Parameter.empty
+    default = (
+        argument.default_value
+        if argument.has_default_value()
+        else inspect.Parameter.empty
+    )
     return inspect.Parameter(
         argument.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default
     )
@@ -282,7 +294,9 @@ def _copied_fields(item: object, copied: Callable[[Any], Any]) -> Any:
 
 
 def map_tensors(
-    value: Any, change: Callable[[Tensor], Any], other: Callable[[Any], Any] = lambda item: item
+    value: Any,
+    change: Callable[[Tensor], Any],
+    other: Callable[[Any], Any] = lambda item: item,
 ) -> Any:
     """Return ``value`` with each of its tensors replaced, in tuples, lists, mappings, dataclasses.
 

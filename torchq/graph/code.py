@@ -81,7 +81,9 @@ def graph_digest(graph: fx.Graph) -> str:
 
 
 #: Fields of trees that say nothing, or that only some versions of Python have.
-_LEFT_OUT = frozenset(["ctx", "kind", "type_comment", "type_params", "annotation", "returns"])
+_LEFT_OUT = frozenset(
+    ["ctx", "kind", "type_comment", "type_params", "annotation", "returns"]
+)
 
 
 def _said(node: ast.AST, name: str, value: Any) -> Any:
@@ -117,7 +119,9 @@ def rewrapped(
     if not any(held) or not all(map(_keeps_no_function, others)):
         return None
     pairs = zip(cells, held, strict=True)
-    closure = tuple(types.CellType(new) if is_inner else cell for cell, is_inner in pairs)
+    closure = tuple(
+        types.CellType(new) if is_inner else cell for cell, is_inner in pairs
+    )
     copy = _like(wrapper, wrapper.__code__, closure)
     vars(copy).update({**vars(wrapper), "__wrapped__": new})
     return copy
@@ -130,14 +134,18 @@ def _keeps_no_function(value: object) -> bool:
     """Return True for what a decorator holds that cannot call the function or keep its results."""
     if isinstance(value, (tuple, frozenset)):
         return all(map(_keeps_no_function, value))
-    if isinstance(value, types.MethodType):  # such as the one that clones torch.no_grad()
+    if isinstance(
+        value, types.MethodType
+    ):  # such as the one that clones torch.no_grad()
         return _keeps_no_function(value.__self__) and _keeps_no_function(value.__func__)
     if isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
         return "__wrapped__" not in vars(value) and all(map(_keeps_no_function, cells))
     is_torchs = type(value).__module__.partition(".")[0] == "torch"
     is_settled = is_torchs and not isinstance(value, (nn.Module, torch.Tensor))
-    return is_settled or isinstance(value, (*_SIMPLE, types.BuiltinFunctionType, logging.Logger))
+    return is_settled or isinstance(
+        value, (*_SIMPLE, types.BuiltinFunctionType, logging.Logger)
+    )
 
 
 def hands_on_keywords(wrapper: types.FunctionType) -> bool:
@@ -155,13 +163,17 @@ def hands_on_keywords(wrapper: types.FunctionType) -> bool:
         if isinstance(node, ast.Name) and node.id == keywords_argument.arg:
             names.append(node)
         elif isinstance(node, ast.Call):
-            unpacked += [keyword.value for keyword in node.keywords if keyword.arg is None]
+            unpacked += [
+                keyword.value for keyword in node.keywords if keyword.arg is None
+            ]
     is_only_read = all(isinstance(name.ctx, ast.Load) for name in names)
     return is_only_read and any(value in names for value in unpacked)
 
 
 def _like(
-    function: types.FunctionType, code: types.CodeType, closure: tuple[types.CellType, ...]
+    function: types.FunctionType,
+    code: types.CodeType,
+    closure: tuple[types.CellType, ...],
 ) -> types.FunctionType:
     """Return a function of other code with the globals and defaults of ``function``."""
     settings = (function.__globals__, function.__name__, function.__defaults__)
@@ -215,7 +227,9 @@ def compiled_like(
 ) -> Callable[..., Any]:
     """Compile ``tree`` to a function with the globals, defaults and closure of ``function``."""
     inner = _code(function, tree, hidden)
-    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    cells = dict(
+        zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    )
     cells |= {name: types.CellType(value) for name, value in hidden.items()}
     new = _like(function, inner, tuple(cells[name] for name in inner.co_freevars))
     new.__qualname__, new.__module__ = function.__qualname__, function.__module__
@@ -234,7 +248,9 @@ def _code(
     tree.name = _FUNCTION  # its own name in it must stay a global one
     source: Any = ast.fix_missing_locations(module)
     flags = function.__code__.co_flags & _FUTURE
-    code = compile(source, function.__code__.co_filename, "exec", flags, dont_inherit=True)
+    code = compile(
+        source, function.__code__.co_filename, "exec", flags, dont_inherit=True
+    )
     tree.name = name
     outer = next(c for c in code.co_consts if isinstance(c, types.CodeType))
     codes = [c for c in outer.co_consts if isinstance(c, types.CodeType)]
@@ -243,7 +259,8 @@ def _code(
 
 #: The flags of code that ``from __future__ import`` sets.
 _FUTURE = functools.reduce(
-    operator.or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
+    operator.or_,
+    (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names),
 )
 
 
@@ -254,7 +271,9 @@ def _is_current(function: types.FunctionType, tree: ast.FunctionDef) -> bool:
     """
     running = function.__code__
     read = _code(function, copy.deepcopy(tree), ())
-    if any(name.startswith("@py") for name in running.co_names):  # pytest rewrites assertions
+    if any(
+        name.startswith("@py") for name in running.co_names
+    ):  # pytest rewrites assertions
         names_fit = set(read.co_names) <= set(running.co_names)
         return names_fit and set(read.co_varnames) <= set(running.co_varnames)
     return _same_code(running, read)
@@ -279,7 +298,10 @@ def _steps(code: types.CodeType) -> list[tuple[str, Any]]:
     """Return the operations of a code with what they read; jumps without their distance."""
     jumps = {*dis.hasjrel, *dis.hasjabs}
     return [
-        (_METHOD_FORMS.get(step.opname, step.opname), None if step.opcode in jumps else step.argval)
+        (
+            _METHOD_FORMS.get(step.opname, step.opname),
+            None if step.opcode in jumps else step.argval,
+        )
         for step in dis.get_instructions(code)
         if step.opname not in _NO_STEPS
     ]

@@ -51,7 +51,10 @@ class Graph:
     """
 
     def __init__(
-        self, model: nn.Module, example: object = None, attributes: Mapping[str, Any] | None = None
+        self,
+        model: nn.Module,
+        example: object = None,
+        attributes: Mapping[str, Any] | None = None,
     ) -> None:
         if not isinstance(model, fx.GraphModule):
             if example is None:
@@ -101,13 +104,19 @@ class Graph:
             graph_pass = PASSES[name]
             for attribute in graph_pass.requires:
                 if attribute not in graph.attributes:
-                    raise GraphError(f"{name}: the graph lacks {attribute!r}. {_advice(attribute)}")
+                    raise GraphError(
+                        f"{name}: the graph lacks {attribute!r}. {_advice(attribute)}"
+                    )
             before, graph = graph, _run(graph_pass, graph)
             if graph.module is not before.module and "example" in before.attributes:
                 _compare(graph_pass, before, graph)
-            missing = [each for each in graph_pass.provides if each not in graph.attributes]
+            missing = [
+                each for each in graph_pass.provides if each not in graph.attributes
+            ]
             if missing:
-                raise GraphError(f"{name}: did not give the attribute {missing[0]!r} as it says")
+                raise GraphError(
+                    f"{name}: did not give the attribute {missing[0]!r} as it says"
+                )
         return graph
 
     def ir(self, *attributes: str) -> str:
@@ -115,15 +124,22 @@ class Graph:
         nodes = list(self._module.graph.nodes)
         named = ("placeholder", "get_attr")
         names = {n: f"%{n.target if n.op in named else i}" for i, n in enumerate(nodes)}
-        lines = [f"Graph({', '.join(names[n] for n in nodes if n.op == 'placeholder')}) {{"]
+        lines = [
+            f"Graph({', '.join(names[n] for n in nodes if n.op == 'placeholder')}) {{"
+        ]
         for node in nodes:
             if node.op == "output":
                 lines.append(f"  ret {_argument(node.args[0], names)}")
             elif node.op not in named:
                 parts = [_argument(value, names) for value in node.args]
-                parts += [f"{key}={_argument(value, names)}" for key, value in node.kwargs.items()]
+                parts += [
+                    f"{key}={_argument(value, names)}"
+                    for key, value in node.kwargs.items()
+                ]
                 shown = [key for key in attributes if key in self._attributes]
-                notes = [f", {key}={self._attributes[key].get(node.name)}" for key in shown]
+                notes = [
+                    f", {key}={self._attributes[key].get(node.name)}" for key in shown
+                ]
                 call = f"{_label(node)}({', '.join(parts)})"
                 lines.append(f"  {names[node]} = {call}{''.join(notes)}")
         return "\n".join([*lines, "}", f"attributes = {sorted(self._attributes)}"])
@@ -132,16 +148,28 @@ class Graph:
         """Return the graph as JSON text: nodes with their inputs, in order, and the outputs."""
         graph = self._module.graph
         numbers = {node: number for number, node in enumerate(graph.nodes)}
-        reads = {node: [numbers[source] for source in node.all_input_nodes] for node in numbers}
+        reads = {
+            node: [numbers[source] for source in node.all_input_nodes]
+            for node in numbers
+        }
         nodes = [
-            {"op": _label(node), "kind": node.op, "name": node.name, "inputs": reads[node]}
+            {
+                "op": _label(node),
+                "kind": node.op,
+                "name": node.name,
+                "inputs": reads[node],
+            }
             for node in graph.nodes
             if node.op != "output"
         ]
         heads = reads[graph.output_node()]
         arguments = [numbers[node] for node in graph.nodes if node.op == "placeholder"]
-        plain = {k: _plain(value) for k, value in self._attributes.items() if k != "example"}
-        return json.dumps({"nodes": nodes, "arg_nodes": arguments, "heads": heads, "attrs": plain})
+        plain = {
+            k: _plain(value) for k, value in self._attributes.items() if k != "example"
+        }
+        return json.dumps(
+            {"nodes": nodes, "arg_nodes": arguments, "heads": heads, "attrs": plain}
+        )
 
 
 @dataclass(frozen=True)
@@ -164,7 +192,9 @@ PASSES: Registry[str, GraphPass] = Registry("graph pass")
 
 
 def graph_pass(
-    requires: tuple[str, ...] = (), provides: tuple[str, ...] = (), rounding: float = 0.0
+    requires: tuple[str, ...] = (),
+    provides: tuple[str, ...] = (),
+    rounding: float = 0.0,
 ) -> Callable[[Callable[[Graph], Graph]], Callable[[Graph], Graph]]:
     """Enter the decorated function, with its conditions, as a pass under its own name."""
 
@@ -179,7 +209,9 @@ def graph_pass(
 def _run(found: GraphPass, graph: Graph) -> Graph:
     """Run a pass while the modules of the graph are in eval mode."""
     if not any(module.training for module in graph.module.children()):
-        return found.function(graph)  # torch.export's modules refuse to change their mode
+        return found.function(
+            graph
+        )  # torch.export's modules refuse to change their mode
     with evaluating(graph.module):
         return found.function(graph)
 
@@ -200,7 +232,11 @@ def _compare(found: GraphPass, before: Graph, after: Graph) -> None:
 
 def _results(graph: Graph) -> list[Tensor]:
     module = graph.module
-    modes = evaluating(module) if any(m.training for m in module.children()) else nullcontext()
+    modes = (
+        evaluating(module)
+        if any(m.training for m in module.children())
+        else nullcontext()
+    )
     with random_kept(), modes, state_kept(module):
         inputs = with_copies(graph.attributes["example"])
         return [t.detach().clone() for t in tensors_in(GraphRunner(module).run(inputs))]
@@ -245,7 +281,9 @@ def _plain(value: object) -> Any:
         return {str(key): _plain(element) for key, element in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(element) for element in value]
-    return value if value is None or isinstance(value, (bool, int, float)) else str(value)
+    return (
+        value if value is None or isinstance(value, (bool, int, float)) else str(value)
+    )
 
 
 _DROPOUTS: tuple[Any, ...] = (
@@ -314,7 +352,10 @@ def _is_off(node: fx.Node) -> bool:
     """Return True for a function for dropout that is told not to drop anything."""
     positional = node.args[2] if len(node.args) > 2 else True
     is_dropout = node.op == "call_function" and node.target in _DROPOUTS
-    return is_dropout and node.kwargs.get("training", node.kwargs.get("train", positional)) is False
+    return (
+        is_dropout
+        and node.kwargs.get("training", node.kwargs.get("train", positional)) is False
+    )
 
 
 def _write_scale_and_shift(
@@ -330,7 +371,10 @@ def _write_scale_and_shift(
         shift = shift if norm.bias is None else shift + norm.bias.double()
     value: Any = node.args[0]
     with module.graph.inserting_before(node):
-        for name, number, function in (("scale", scale, torch.mul), ("shift", shift, torch.add)):
+        for name, number, function in (
+            ("scale", scale, torch.mul),
+            ("shift", shift, torch.add),
+        ):
             in_dtype = number.to(norm.running_mean.dtype).view(-1, *[1] * spatial)
             part = _constant(module, f"{node.name}_{name}", in_dtype)
             value = module.graph.call_function(function, (value, part))
@@ -360,7 +404,9 @@ def constant_fold(graph: Graph) -> Graph:
     runner = fx.Interpreter(module, garbage_collect_values=False)
     value_of_node = runner.env
     for node in module.graph.nodes:
-        constant = node.op == "get_attr" or all(n in value_of_node for n in node.all_input_nodes)
+        constant = node.op == "get_attr" or all(
+            n in value_of_node for n in node.all_input_nodes
+        )
         is_fixed = constant and not _is_random(node) and not may_write(node, None)
         if node.op in ("placeholder", "output") or not is_fixed:
             continue
@@ -371,7 +417,9 @@ def constant_fold(graph: Graph) -> Graph:
         read = any(user not in value_of_node for user in node.users)
         if read and isinstance(value, Tensor) and value.numel() <= _MAX_FOLDED:
             with module.graph.inserting_before(node):
-                node.replace_all_uses_with(_constant(module, f"{node.name}_value", value))
+                node.replace_all_uses_with(
+                    _constant(module, f"{node.name}_value", value)
+                )
     _remove_dead(module)
     return _rewritten(graph, module)
 
@@ -380,7 +428,9 @@ def _is_random(node: fx.Node) -> bool:
     """Return True for an operator whose results differ from call to call, or that changes state."""
     tags = getattr(node.target, "tags", ())
     name = str(getattr(node.target, "__name__", node.target))
-    random = torch.Tag.nondeterministic_seeded in tags or "rand" in name or "dropout" in name
+    random = (
+        torch.Tag.nondeterministic_seeded in tags or "rand" in name or "dropout" in name
+    )
     return random or node.is_impure() or node.op == "call_module"
 
 
@@ -428,4 +478,6 @@ def infer_dtype(graph: Graph) -> Graph:
 def _noted(graph: Graph, what: str) -> Graph:
     meta_by_name = GraphRunner(graph.module).trace_meta(graph.attributes["example"])
     values = {name: getattr(meta, what) for name, meta in meta_by_name.items()}
-    return graph.with_attributes(**{what: {n: v for n, v in values.items() if v is not None}})
+    return graph.with_attributes(
+        **{what: {n: v for n, v in values.items() if v is not None}}
+    )

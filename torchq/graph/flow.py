@@ -25,7 +25,15 @@ from torchq.utils import child_path, random_kept, untouched
 
 #: How the names of functions begin that make random numbers.
 _RANDOM = (
-    *("rand", "normal_", "uniform_", "exponential_", "bernoulli", "poisson", "multinomial"),
+    *(
+        "rand",
+        "normal_",
+        "uniform_",
+        "exponential_",
+        "bernoulli",
+        "poisson",
+        "multinomial",
+    ),
     *("empty", "new_empty", "dropout", "alpha_dropout", "feature_dropout"),
 )
 
@@ -33,7 +41,12 @@ _RANDOM = (
 def _is_layer(function: object) -> bool:
     """Return True for ``F.linear`` and its like, which with a layer's weight are its call."""
     row = operator_of(function)
-    return row is not None and bool(row.layer) and row.right == (1, "weight") and not row.module
+    return (
+        row is not None
+        and bool(row.layer)
+        and row.right == (1, "weight")
+        and not row.module
+    )
 
 
 def passes_bias(
@@ -49,7 +62,9 @@ def passes_bias(
     return bias is None if getattr(layer, "bias", None) is None else is_own(bias)
 
 
-def read_arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+def read_arguments(
+    name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, ...]:
     """Return the arguments of function ``name`` whose values it reads, not only their shapes."""
     effects = effects_of(name)
     if "like" in effects:
@@ -142,7 +157,10 @@ def _layer_of(node: fx.Node, owners: Mapping[str, nn.Module]) -> nn.Module | Non
     layer = owners.get(path)
     bias_path = path.removesuffix("weight") + "bias"
     if layer is None or not passes_bias(
-        layer, node.args, node.kwargs, lambda bias: getattr(bias, "target", None) == bias_path
+        layer,
+        node.args,
+        node.kwargs,
+        lambda bias: getattr(bias, "target", None) == bias_path,
     ):
         return None
     return layer
@@ -166,20 +184,33 @@ def flow_of_graph(graph_module: fx.GraphModule, root: nn.Module) -> Flow:
         layer = _layer_of(node, owners)
         module = modules.get(name) if node.op == "call_module" else layer
         plain = tuple(value for value in node.args if not isinstance(value, fx.Node))
-        options = {k: value for k, value in node.kwargs.items() if not isinstance(value, fx.Node)}
+        options = {
+            k: value
+            for k, value in node.kwargs.items()
+            if not isinstance(value, fx.Node)
+        }
         index[node] = len(calls)
-        calls.append(Call(len(calls), name, module, sources, plain, layer is not None, options))
+        calls.append(
+            Call(len(calls), name, module, sources, plain, layer is not None, options)
+        )
     read = frozenset(_read_elsewhere(graph_module, modules, owners))
     return Flow(tuple(calls), frozenset(outputs), "fx", read)
 
 
 def _read_elsewhere(
-    graph_module: fx.GraphModule, modules: Mapping[str, nn.Module], layers: Mapping[str, nn.Module]
+    graph_module: fx.GraphModule,
+    modules: Mapping[str, nn.Module],
+    layers: Mapping[str, nn.Module],
 ) -> Iterator[int]:
     for node in graph_module.graph.nodes:
-        owner = modules.get(str(node.target).rpartition(".")[0]) if node.op == "get_attr" else None
+        owner = (
+            modules.get(str(node.target).rpartition(".")[0])
+            if node.op == "get_attr"
+            else None
+        )
         if owner is not None and any(
-            node in _sources(user) and _layer_of(user, layers) is not owner for user in node.users
+            node in _sources(user) and _layer_of(user, layers) is not owner
+            for user in node.users
         ):
             yield id(owner)
 
@@ -215,21 +246,33 @@ class _Recorder(TorchFunctionMode):
         for name, module in model.named_modules():
             if isinstance(getattr(module, "weight", None), Tensor):
                 self.owners[id(module.weight)] = (name, module)
-            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            for tensor in (
+                *module.parameters(recurse=False),
+                *module.buffers(recurse=False),
+            ):
                 self.holders.setdefault(id(tensor), set()).add(id(module))
         self.read: set[int] = set()
         self.calls: list[Call] = []
         self.depth = 0
-        self.entered: list[str] = []  # the modules that are running, none of them a leaf
+        self.entered: list[
+            str
+        ] = []  # the modules that are running, none of them a leaf
         self.pending: list[tuple[tuple[int, ...], bool]] = []
         self._producer: dict[int, int] = {}
-        attributes = [a for m in model.modules() for a in vars(m).values() if isinstance(a, Tensor)]
+        attributes = [
+            a
+            for m in model.modules()
+            for a in vars(m).values()
+            if isinstance(a, Tensor)
+        ]
         self._stored = {*self.holders, *map(id, attributes)}
         # An id is only unique while its tensor lives.
         self._alive: list[Tensor] = attributes
 
     def sources(self, *values: object) -> tuple[int, ...]:
-        return tuple(self._producer[id(t)] for t in tensors_in(values) if id(t) in self._producer)
+        return tuple(
+            self._producer[id(t)] for t in tensors_in(values) if id(t) in self._producer
+        )
 
     def flow(self, out: object) -> Flow:
         """Return the calls of a run that returned ``out``."""
@@ -244,7 +287,9 @@ class _Recorder(TorchFunctionMode):
             self.note_parameters(module, args, kwargs)
         self.depth += 1
 
-    def end_leaf(self, module: nn.Module, args: object, kwargs: object, out: object) -> None:
+    def end_leaf(
+        self, module: nn.Module, args: object, kwargs: object, out: object
+    ) -> None:
         self.depth -= 1
         if self.depth == 0:
             name = self.names[id(module)]
@@ -305,7 +350,9 @@ class _Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         return self._tracker.run(func, args, kwargs)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if self.is_showing:
             return func(*args, **kwargs)
@@ -377,7 +424,10 @@ def record(
             hook(module, *2 * [partial(recorder.show, see)])
         for module in model.modules():
             if not isinstance(module, torch.jit.ScriptModule):
-                hook(module, *(leaf if is_leaf(module) and module is not model else inner))
+                hook(
+                    module,
+                    *(leaf if is_leaf(module) and module is not model else inner),
+                )
         with recorder:
             out = call()
     return recorder.flow(out)

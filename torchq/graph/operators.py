@@ -22,7 +22,9 @@ from torchq.utils import Registry
 Place: TypeAlias = tuple[int, str]
 #: Takes the arguments of a call and returns the values that it computes with; None where the call
 #: has another form, such as an addition with ``alpha``.
-Operands: TypeAlias = Callable[[tuple[Any, ...], Mapping[str, Any]], tuple[Any, ...] | None]
+Operands: TypeAlias = Callable[
+    [tuple[Any, ...], Mapping[str, Any]], tuple[Any, ...] | None
+]
 
 
 # --- kinds of layers ----------------------------------------------------------------------------
@@ -44,11 +46,15 @@ POOLS = (
 # --- operators ----------------------------------------------------------------------------------
 
 
-def _first(args: tuple[object, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+def _first(
+    args: tuple[object, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, ...] | None:
     return args[:1] or None
 
 
-def _resized(args: tuple[object, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+def _resized(
+    args: tuple[object, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, ...] | None:
     """Return the operand of a resizing whose weights are not negative."""
     mode = args[3] if len(args) > 3 else kwargs.get("mode", "nearest")
     return args[:1] if mode != "bicubic" else None
@@ -58,23 +64,31 @@ def _two(args: tuple[object, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]
     return args if len(args) == 2 and not kwargs else None
 
 
-def _three(args: tuple[object, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+def _three(
+    args: tuple[object, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, ...] | None:
     return args[:3] if len(args) > 2 else None
 
 
-def _listed(args: tuple[object, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+def _listed(
+    args: tuple[object, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, ...] | None:
     if not args or kwargs.keys() - {"dim"}:
         return None
     return tuple(args[0]) if isinstance(args[0], (list, tuple)) else args[:1]
 
 
-def _pooled(args: tuple[object, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+def _pooled(
+    args: tuple[object, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, ...] | None:
     """Return the operand of a mean over several dimensions, which is global pooling."""
     dims = args[1] if len(args) > 1 else kwargs.get("dim")
     return args[:1] if isinstance(dims, (tuple, list)) and len(dims) > 1 else None
 
 
-def _padded(args: tuple[object, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+def _padded(
+    args: tuple[object, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, ...] | None:
     """Return the operand of a padding, and the constant that it adds."""
     value = args[3] if len(args) > 3 else kwargs.get("value")
     return (*args[:1], 0.0 if value is None else value)
@@ -135,7 +149,9 @@ def _row(name: str, *spellings: Any, effects: str = "", **fields: Any) -> Operat
     """Return a row; spellings are functions, and methods as text."""
     methods = tuple(s for s in spellings if isinstance(s, str))
     functions = tuple(s for s in spellings if not isinstance(s, str))
-    return Operator(name, functions, methods, effects=frozenset(effects.split()), **fields)
+    return Operator(
+        name, functions, methods, effects=frozenset(effects.split()), **fields
+    )
 
 
 def _rows(names: str, effects: str) -> Iterator[Operator]:
@@ -143,7 +159,9 @@ def _rows(names: str, effects: str) -> Iterator[Operator]:
     for name in names.split():
         candidates = [getattr(home, name, None) for home in (torch, F, operator)]
         functions = [
-            f for f in dict.fromkeys(candidates) if callable(f) and not isinstance(f, type)
+            f
+            for f in dict.fromkeys(candidates)
+            if callable(f) and not isinstance(f, type)
         ]
         yield _row(name, name, *functions, effects=effects)
 
@@ -151,13 +169,21 @@ def _rows(names: str, effects: str) -> Iterator[Operator]:
 def _pools() -> Iterator[Operator]:
     tap: dict[str, Any] = {"kind": "pool", "module": "Tap", "nonnegative": "kept"}
     for d in "123":
-        for kind, title in (("max", "Max"), ("avg", "Avg"), ("adaptive_avg", "AdaptiveAvg")):
+        for kind, title in (
+            ("max", "Max"),
+            ("avg", "Avg"),
+            ("adaptive_avg", "AdaptiveAvg"),
+        ):
             name = f"{kind}_pool{d}d"
             effects = "max" if kind == "max" else ""
             classes = (getattr(nn, f"{title}Pool{d}d"),)
             # Those of torch alone are called where a function of torch is looked into.
-            inner = [getattr(torch, n) for n in (name,) if n in ("max_pool2d", "avg_pool1d")]
-            yield _row(name, getattr(F, name), *inner, effects=effects, classes=classes, **tap)
+            inner = [
+                getattr(torch, n) for n in (name,) if n in ("max_pool2d", "avg_pool1d")
+            ]
+            yield _row(
+                name, getattr(F, name), *inner, effects=effects, classes=classes, **tap
+            )
         pool = getattr(nn, f"AdaptiveMaxPool{d}d")
         yield _row(f"adaptive_max_pool{d}d", nonnegative="kept", classes=(pool,))
     yield _row("mean", torch.mean, "mean", operands=_pooled, **tap)
@@ -170,13 +196,20 @@ def _layers() -> Iterator[Operator]:
         for d in "123":
             layer = f"{title}{d}d"
             classes = (getattr(nn, layer),)
-            yield _row(f"{name}{d}d", getattr(F, f"{name}{d}d"), layer=layer, classes=classes)
+            yield _row(
+                f"{name}{d}d", getattr(F, f"{name}{d}d"), layer=layer, classes=classes
+            )
 
 
 def _products() -> Iterator[Operator]:
     """Yield the products of matrices, in which either operand may be a weight."""
     shared: dict[str, Any] = {"layer": "Linear", "symmetric": True, "outputs": "last"}
-    matmul: dict[str, Any] = {**shared, "kind": "matmul", "module": "MatMul", "operands": _two}
+    matmul: dict[str, Any] = {
+        **shared,
+        "kind": "matmul",
+        "module": "MatMul",
+        "operands": _two,
+    }
     yield _row(
         "matmul",
         *(operator.matmul, operator.imatmul, torch.matmul, "matmul"),
@@ -209,7 +242,9 @@ def _activations() -> Iterator[Operator]:
     yield _row("mish", F.mish, classes=(nn.Mish,), **tap)
     tap["nonnegative"] = "always"
     yield _row("hardsigmoid", F.hardsigmoid, classes=(nn.Hardsigmoid,), **tap)
-    yield _row("sigmoid", F.sigmoid, torch.sigmoid, "sigmoid", classes=(nn.Sigmoid,), **tap)
+    yield _row(
+        "sigmoid", F.sigmoid, torch.sigmoid, "sigmoid", classes=(nn.Sigmoid,), **tap
+    )
     softmax = (F.softmax, torch.softmax, "softmax")
     yield _row("softmax", *softmax, nonnegative="always", classes=(nn.Softmax,))
     for name in ("abs", "exp"):
@@ -219,16 +254,28 @@ def _activations() -> Iterator[Operator]:
 def _clips() -> Iterator[Operator]:
     relu = (F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_")
     yield _row("relu", *relu, effects="clip", nonnegative="always", classes=(nn.ReLU,))
-    yield _row("relu6", F.relu6, effects="clip", nonnegative="always", classes=(nn.ReLU6,))
+    yield _row(
+        "relu6", F.relu6, effects="clip", nonnegative="always", classes=(nn.ReLU6,)
+    )
     yield _row("clamp", torch.clamp, torch.clamp_, "clamp", "clamp_", effects="clip")
     yield _row("clip", torch.clip, torch.clip_, "clip", "clip_", effects="clip")
-    yield _row("hardtanh", F.hardtanh, F.hardtanh_, effects="clip", classes=(nn.Hardtanh,))
+    yield _row(
+        "hardtanh", F.hardtanh, F.hardtanh_, effects="clip", classes=(nn.Hardtanh,)
+    )
 
 
 def _elementwise() -> Iterator[Operator]:
     two: dict[str, Any] = {"operands": _two, "nonnegative": "kept"}
     add = (operator.add, operator.iadd, torch.add, "add", "add_")
-    mul = (operator.mul, operator.imul, torch.mul, torch.multiply, "mul", "mul_", "multiply")
+    mul = (
+        operator.mul,
+        operator.imul,
+        torch.mul,
+        torch.multiply,
+        "mul",
+        "mul_",
+        "multiply",
+    )
     yield _row("add", *add, syntax="Add", module="Add", **two)
     yield _row("mul", *mul, syntax="Mult", module="Mul", **two)
     yield _row("maximum", torch.maximum, "maximum", module="Maximum", **two)
@@ -247,12 +294,23 @@ def _elementwise() -> Iterator[Operator]:
 
 def _moves() -> Iterator[Operator]:
     """Yield what rearranges elements. ``Tensor.view`` counts only without a dtype."""
-    names = "reshape view squeeze unsqueeze permute transpose swapaxes movedim contiguous"
+    names = (
+        "reshape view squeeze unsqueeze permute transpose swapaxes movedim contiguous"
+    )
     yield from _rows(names, "move view")
     effects = "move view"
-    yield _row("flatten", torch.flatten, "flatten", effects=effects, classes=(nn.Flatten,))
-    yield _row("channel_shuffle", F.channel_shuffle, effects=effects, classes=(nn.ChannelShuffle,))
-    yield _row("pixel_shuffle", F.pixel_shuffle, effects=effects, classes=(nn.PixelShuffle,))
+    yield _row(
+        "flatten", torch.flatten, "flatten", effects=effects, classes=(nn.Flatten,)
+    )
+    yield _row(
+        "channel_shuffle",
+        F.channel_shuffle,
+        effects=effects,
+        classes=(nn.ChannelShuffle,),
+    )
+    yield _row(
+        "pixel_shuffle", F.pixel_shuffle, effects=effects, classes=(nn.PixelShuffle,)
+    )
 
 
 def _views() -> Iterator[Operator]:
@@ -267,7 +325,9 @@ def _views() -> Iterator[Operator]:
         "view",
     )
     yield _row("identity", effects="view", classes=(nn.Identity,))
-    yield _row("dropout", F.dropout, torch.dropout, effects="view", classes=(nn.Dropout,))
+    yield _row(
+        "dropout", F.dropout, torch.dropout, effects="view", classes=(nn.Dropout,)
+    )
     yield from _rows("view_as reshape_as expand_as type_as to", "view as")
     yield from _rows(
         "zeros_like ones_like full_like empty_like rand_like randn_like "
@@ -277,7 +337,9 @@ def _views() -> Iterator[Operator]:
 
 
 def _reads() -> Iterator[Operator]:
-    yield from _rows("size shape dim ndim ndimension numel nelement len", "metadata shape")
+    yield from _rows(
+        "size shape dim ndim ndimension numel nelement len", "metadata shape"
+    )
     yield from _rows(
         "stride layout is_contiguous dtype device get_device element_size names requires_grad "
         "is_complex is_cuda is_floating_point is_quantized",
@@ -288,7 +350,9 @@ def _reads() -> Iterator[Operator]:
 
 def operator_name(target: object) -> str:
     """Return the name of what a node calls: of a method (a string) or of a function."""
-    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+    return (
+        target if isinstance(target, str) else getattr(target, "__name__", str(target))
+    )
 
 
 def function_name(function: object) -> str:
@@ -311,7 +375,9 @@ def add_operator(row: Operator) -> Operator:
     OPERATORS.add(row.name, row)
     names = (*row.methods, *([f"__{row.name}__"] if row.syntax else []))
     tensor_methods = (getattr(torch.Tensor, name, None) for name in names)
-    for target in dict.fromkeys((*row.functions, *row.methods, *filter(callable, tensor_methods))):
+    for target in dict.fromkeys(
+        (*row.functions, *row.methods, *filter(callable, tensor_methods))
+    ):
         _TARGETS.add(target, row)
     for cls in row.classes:
         _CLASSES.add(cls, row)
@@ -325,7 +391,17 @@ def add_operator(row: Operator) -> Operator:
 #: Every kind that :func:`operator_kind` returns, with the module of torchq that stands for it.
 KINDS: dict[str, str] = {}
 
-_GROUPS = (_elementwise, _activations, _clips, _pools, _layers, _products, _moves, _views, _reads)
+_GROUPS = (
+    _elementwise,
+    _activations,
+    _clips,
+    _pools,
+    _layers,
+    _products,
+    _moves,
+    _views,
+    _reads,
+)
 for _group in _GROUPS:
     for _found in _group():
         add_operator(_found)
@@ -358,7 +434,10 @@ _BOUNDED = {"clamp": (1, "min"), "clip": (1, "min"), "hardtanh": (1, "min_val")}
 
 
 def never_negative(
-    name: str, args: tuple[object, ...], kwargs: Mapping[str, Any], is_known: Callable[[Any], bool]
+    name: str,
+    args: tuple[object, ...],
+    kwargs: Mapping[str, Any],
+    is_known: Callable[[Any], bool],
 ) -> bool:
     """Return True if a call of function ``name`` gives no negative value, whatever it reads.
 
@@ -374,7 +453,10 @@ def never_negative(
     operands = row.operands(args, kwargs) if row.nonnegative == "kept" else ()
     if not {"move", "view", "part"}.isdisjoint(row.effects):
         operands = args[:1]
-    is_fine = (is_known(v) if isinstance(v, torch.Tensor) else _is_count(v) for v in operands or ())
+    is_fine = (
+        is_known(v) if isinstance(v, torch.Tensor) else _is_count(v)
+        for v in operands or ()
+    )
     return row.nonnegative == "always" or (bool(operands) and all(is_fine))
 
 
@@ -432,7 +514,9 @@ def overwrites(function: object, kwargs: Mapping[str, Any]) -> bool:
     """Return True if a call of a function or method (a string) overwrites its first argument."""
     name = operator_name(function).split(".")[0]
     ends = name.endswith("_") and not name.endswith("__")
-    special = function in ASSIGNING or name.strip("_") == "setitem" or name.startswith("__i")
+    special = (
+        function in ASSIGNING or name.strip("_") == "setitem" or name.startswith("__i")
+    )
     return ends or special or kwargs.get("inplace") is True
 
 
@@ -466,7 +550,9 @@ def memory_of_nodes(
     for node in graph.nodes:
         module = modules.get(str(node.target)) if node.op == "call_module" else None
         is_attribute = node.op == "get_attr"
-        memory[node] = {attributes.setdefault(node.target, node) if is_attribute else node}
+        memory[node] = {
+            attributes.setdefault(node.target, node) if is_attribute else node
+        }
         if node in in_place or may_alias(node, module):
             inputs = (memory[source] for source in node.all_input_nodes)
             memory[node] = set().union(*inputs) or {node}

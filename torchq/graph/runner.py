@@ -98,9 +98,15 @@ class GraphRunner:
         self._placeholders = [node for node in self._nodes if node.op == "placeholder"]
         modules = dict(graph_module.named_modules(remove_duplicate=False))
         called = [(node, _module_of(node, modules)) for node in self._nodes]
-        self._writes = frozenset(node for node, module in called if writes(node, module))
-        self._may_write = frozenset(node for node, module in called if may_write(node, module))
-        self._may_alias = frozenset(node for node, module in called if may_alias(node, module))
+        self._writes = frozenset(
+            node for node, module in called if writes(node, module)
+        )
+        self._may_write = frozenset(
+            node for node, module in called if may_write(node, module)
+        )
+        self._may_alias = frozenset(
+            node for node, module in called if may_alias(node, module)
+        )
         self._schedules: dict[Any, _Schedule] = {}
 
     @property
@@ -149,7 +155,9 @@ class GraphRunner:
         where = "GraphRunner.run"
         fed = self._fed(where, inputs, self._placeholders)
         if outputs is None:
-            values = self._execute(where, fed, [self._output], hooks, grad, backend, True)
+            values = self._execute(
+                where, fed, [self._output], hooks, grad, backend, True
+            )
             return self._graph.process_outputs(values[0])
         names = [outputs] if isinstance(outputs, str) else list(outputs)
         nodes = [self._names.result(f"{where}: outputs", name) for name in names]
@@ -199,7 +207,9 @@ class GraphRunner:
         Raises:
             ConfigError: A name stands for nothing, or ``last`` comes before ``first``.
         """
-        return tuple(n.name for n in self._boundary("GraphRunner.range_inputs", first, last))
+        return tuple(
+            n.name for n in self._boundary("GraphRunner.range_inputs", first, last)
+        )
 
     def trace_meta(self, example: object) -> dict[str, NodeMeta]:
         """Run the whole graph on ``example`` and return the figures of each node that ran.
@@ -228,10 +238,14 @@ class GraphRunner:
                     operations=total() - before if node.op[:4] == "call" else 0,
                 )
 
-            self.run(example, hooks={n.name: (pre, partial(post, n)) for n in self._nodes})
+            self.run(
+                example, hooks={n.name: (pre, partial(post, n)) for n in self._nodes}
+            )
         return meta_by_name
 
-    def _fed(self, where: str, inputs: object, expected: Sequence[fx.Node]) -> dict[fx.Node, Any]:
+    def _fed(
+        self, where: str, inputs: object, expected: Sequence[fx.Node]
+    ) -> dict[fx.Node, Any]:
         """Return the given values by node."""
         if isinstance(inputs, Mapping):
             named: dict[fx.Node, Any] = {}
@@ -242,7 +256,9 @@ class GraphRunner:
                 named[node] = value
             return named
         values = list(inputs) if isinstance(inputs, (tuple, list)) else [inputs]
-        required = [node for node in expected if not (node.op == "placeholder" and node.args)]
+        required = [
+            node for node in expected if not (node.op == "placeholder" and node.args)
+        ]
         if not len(required) <= len(values) <= len(expected):
             names = ", ".join(node.name for node in expected) or "none"
             raise ConfigError(
@@ -292,7 +308,9 @@ class GraphRunner:
         if schedule.missing:
             raise _missing(where, schedule.missing)
         with torch.set_grad_enabled(grad):
-            results = _Run(self.graph_module, hook_by_node, backend).execute(schedule, fed)
+            results = _Run(self.graph_module, hook_by_node, backend).execute(
+                schedule, fed
+            )
         return [results[node] for node in nodes]
 
     def _schedule(
@@ -317,7 +335,9 @@ class GraphRunner:
         The wanted values are computed from them, or they overwrite such a value before it is read.
         ``with_effects``: and so are all that write or check, as in the model itself.
         """
-        roots: dict[fx.Node, set[fx.Node]] = {}  # the nodes whose memory a value may lie in
+        roots: dict[
+            fx.Node, set[fx.Node]
+        ] = {}  # the nodes whose memory a value may lie in
         for node in self._nodes:
             shares = node not in fed and node in self._may_alias
             roots[node] = (_lies_in(node, roots) if shares else set()) or {node}
@@ -328,8 +348,12 @@ class GraphRunner:
             if node in fed:
                 continue
             does_write = node in self._writes
-            is_read = node in needed or (does_write and not _lies_in(node, roots).isdisjoint(read))
-            is_check = node.op == "call_function" and "_assert" in operator_name(node.target)
+            is_read = node in needed or (
+                does_write and not _lies_in(node, roots).isdisjoint(read)
+            )
+            is_check = node.op == "call_function" and "_assert" in operator_name(
+                node.target
+            )
             if is_read or (with_effects and (does_write or is_check)):
                 running.append(node)
                 needed.update(node.all_input_nodes)
@@ -360,7 +384,10 @@ class _Schedule:
 
     @classmethod
     def of(
-        cls, running: Sequence[fx.Node], wanted: frozenset[fx.Node], may_write: Collection[fx.Node]
+        cls,
+        running: Sequence[fx.Node],
+        wanted: frozenset[fx.Node],
+        may_write: Collection[fx.Node],
     ) -> _Schedule:
         """Return the schedule of some nodes."""
         writers = [number for number, node in enumerate(running) if node in may_write]
@@ -394,24 +421,33 @@ def _pair(where: str, name: str, hook: object) -> _Pair:
 
 
 def _twice(where: str, node: fx.Node) -> ConfigError:
-    return ConfigError(f"{where}: got two entries for node {node.name!r}. Drop one of them")
+    return ConfigError(
+        f"{where}: got two entries for node {node.name!r}. Drop one of them"
+    )
 
 
 def _missing(where: str, names: Sequence[str]) -> ConfigError:
     shown = ", ".join(names)
-    return ConfigError(f"{where}: inputs: got no value for {shown}. Give them by name or in order")
+    return ConfigError(
+        f"{where}: inputs: got no value for {shown}. Give them by name or in order"
+    )
 
 
 class _Run:
     """One run of some nodes; its values live here, so that runs of one graph do not meet."""
 
     def __init__(
-        self, module: fx.GraphModule, hooks: Mapping[fx.Node, _Pair], backend: NodeBackend | None
+        self,
+        module: fx.GraphModule,
+        hooks: Mapping[fx.Node, _Pair],
+        backend: NodeBackend | None,
     ) -> None:
         self._module, self._hooks, self._backend = module, hooks, backend
         self._values: dict[fx.Node, Any] = {}
 
-    def execute(self, schedule: _Schedule, fed: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
+    def execute(
+        self, schedule: _Schedule, fed: Mapping[fx.Node, Any]
+    ) -> dict[fx.Node, Any]:
         """Run the nodes of a schedule and return the wanted values; see :meth:`GraphRunner.run`."""
         values, wanted = self._values, schedule.wanted
         results: dict[fx.Node, Any] = {}
@@ -421,7 +457,9 @@ class _Run:
                 values[node] = _after(fed_value, self._hooks.get(node, _NO_HOOKS)[1])
                 if node in wanted:
                     results[node] = (
-                        with_copies(values[node]) if schedule.has_writers else values[node]
+                        with_copies(values[node])
+                        if schedule.has_writers
+                        else values[node]
                     )
             for node, freed, is_overwritten in schedule.steps:
                 value = values[node] = self._value(node)
@@ -442,22 +480,32 @@ class _Run:
             args, kwargs = _before(pre, *self._arguments(node))
             return _after(self._computed(node, args, kwargs), post)
         except Exception as error:
-            raise GraphError(f"{_place(node)}: got {type(error).__name__}: {error}") from error
+            raise GraphError(
+                f"{_place(node)}: got {type(error).__name__}: {error}"
+            ) from error
 
     def _arguments(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         values = self._values
         args = tuple(
-            values[a] if type(a) is fx.Node else a if type(a) in _PLAIN else _filled(a, values)
+            values[a]
+            if type(a) is fx.Node
+            else a
+            if type(a) in _PLAIN
+            else _filled(a, values)
             for a in node.args
         )
         return args, _filled(node.kwargs, values) if node.kwargs else {}
 
-    def _computed(self, node: fx.Node, args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
+    def _computed(
+        self, node: fx.Node, args: tuple[object, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if node.op == "output":
             return args[0]
         if node.op == "get_attr":
             return self._attribute(str(node.target))
-        if node.op == "placeholder":  # the default; the runner has checked that there is one
+        if (
+            node.op == "placeholder"
+        ):  # the default; the runner has checked that there is one
             return args[0]
         if self._backend is None:
             return self._called(node)(*args, **kwargs)
@@ -469,7 +517,9 @@ class _Run:
         if node.op == "call_module":
             return self._module.get_submodule(target)
         if node.op == "call_method":
-            return lambda owner, *args, **kwargs: getattr(owner, target)(*args, **kwargs)
+            return lambda owner, *args, **kwargs: getattr(owner, target)(
+                *args, **kwargs
+            )
         return cast("Callable[..., Any]", target)
 
     def _attribute(self, path: str) -> Any:
@@ -507,7 +557,11 @@ def _before(
     if replaced is None:
         return args, kwargs
     pair = isinstance(replaced, tuple) and len(replaced) == 2
-    if not pair or not isinstance(replaced[0], tuple) or not isinstance(replaced[1], dict):
+    if (
+        not pair
+        or not isinstance(replaced[0], tuple)
+        or not isinstance(replaced[1], dict)
+    ):
         raise TypeError(
             f"its pre hook returned a {type(replaced).__name__}; expected None, or a tuple of "
             "arguments and a dict of keyword arguments"
@@ -524,7 +578,9 @@ def _place(node: fx.Node) -> str:
     """Return the module path, name and source line of ``node``, as far as they are known."""
     path = _module_path(node)
     name = f"node {node.name}"
-    return ", ".join(filter(None, [f"{path} ({name})" if path else name, _source_line(node)]))
+    return ", ".join(
+        filter(None, [f"{path} ({name})" if path else name, _source_line(node)])
+    )
 
 
 _TORCH = os.path.dirname(torch.__file__)
@@ -556,7 +612,9 @@ class _Names:
 
     def first(self, where: str, name: str) -> fx.Node:
         """Return the node that runs first for ``name``; see :meth:`result`."""
-        return self.nodes[name] if name in self.nodes else self._one_call(where, name)[0]
+        return (
+            self.nodes[name] if name in self.nodes else self._one_call(where, name)[0]
+        )
 
     def _one_call(self, where: str, name: str) -> list[fx.Node]:
         calls = list(self._scopes.get(name, {}).values())
@@ -578,7 +636,9 @@ def _unknown(where: str, name: object, known: Iterable[str]) -> ConfigError:
     )
 
 
-def _ambiguous(where: str, name: str, reason: str, nodes: Iterable[fx.Node]) -> ConfigError:
+def _ambiguous(
+    where: str, name: str, reason: str, nodes: Iterable[fx.Node]
+) -> ConfigError:
     shown = ", ".join(node.name for node in nodes)
     return ConfigError(
         f"{where}: got {name!r}, which {reason}; expected the name of one value. "

@@ -47,7 +47,9 @@ _ROWS = [OPERATORS[name] for name in OPERATORS]
 _BINARY = {getattr(ast, row.syntax): row.name for row in _ROWS if row.syntax}
 #: The kinds of sites that share one count; other operators have their own, so that a new row of
 #: the table renames no site.
-_NUMBERED = frozenset(["add", "mul", "matmul", "cat", "pool", "activation", "attention"])
+_NUMBERED = frozenset(
+    ["add", "mul", "matmul", "cat", "pool", "activation", "attention"]
+)
 #: Classes of torch whose methods are followed from those of subclasses.
 _FOLLOWED = frozenset(["Sequential", "_ConvNd", *(row.layer for row in _ROWS)])
 #: What lists the children of a module, beside the items of a container.
@@ -105,7 +107,9 @@ def rewrite_forward(cls: type[nn.Module], start: Callable[[Any], Any]) -> Rewrit
     reading = _Reading(cls, [itself])
     rewritten = None
     if isinstance(itself.value, types.FunctionType) and not _has_own_attributes(cls):
-        with suppress(SyntaxError, RecursionError, _Opaque):  # code that cannot leave its class
+        with suppress(
+            SyntaxError, RecursionError, _Opaque
+        ):  # code that cannot leave its class
             rewritten = _rewrite(itself.value, reading, (), start)
     lookups = tuple(reading.lookups)
     if rewritten is None:
@@ -165,10 +169,18 @@ def _rewrite(
     """Return ``function`` rewritten, or None; ``paths`` are its arguments that are known."""
     inner = getattr(function, "__wrapped__", None)
     if inner is not None:  # The code of a decorator runs around the rewritten function.
-        reaches = is_function(inner) and (start is not None or hands_on_keywords(function))
+        reaches = is_function(inner) and (
+            start is not None or hands_on_keywords(function)
+        )
         rewritten = _rewrite(inner, reading, callers, start, paths) if reaches else None
-        around = None if rewritten is None else rewrapped(function, inner, rewritten.forward)
-        return None if rewritten is None or around is None else replace(rewritten, forward=around)
+        around = (
+            None if rewritten is None else rewrapped(function, inner, rewritten.forward)
+        )
+        return (
+            None
+            if rewritten is None or around is None
+            else replace(rewritten, forward=around)
+        )
     tree = tree_of_function(function)
     if tree is None:
         return None
@@ -223,10 +235,15 @@ class _Sites(ast.NodeTransformer):
         is_method = any(_defines(c, function) for c in cls.__mro__)
         self._self = tree.args.args[0].arg if is_method else None
         self._depth = 0
-        stored = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and not _is_load(n)}
+        stored = {
+            n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and not _is_load(n)
+        }
         self._local = {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)} | stored
         self._paths = {name: path for name, path in paths.items() if name not in stored}
-        self._assignable = {*function.__code__.co_varnames, *function.__code__.co_cellvars}
+        self._assignable = {
+            *function.__code__.co_varnames,
+            *function.__code__.co_cellvars,
+        }
 
     def _name(self, group: str) -> str:
         """Return the name of the next site of a group; it ends in ``f`` in a nested function."""
@@ -234,7 +251,10 @@ class _Sites(ast.NodeTransformer):
         return f"{group}{self.counts[group] - 1}{'f' if self._depth else ''}"
 
     def _site(
-        self, row: Operator, args: Sequence[ast.expr], keywords: Sequence[ast.keyword] = ()
+        self,
+        row: Operator,
+        args: Sequence[ast.expr],
+        keywords: Sequence[ast.keyword] = (),
     ) -> str:
         """Return the name of the next site of an operator, and note it."""
         name = self._name("" if row.module and row.word in _NUMBERED else row.name)
@@ -257,7 +277,9 @@ class _Sites(ast.NodeTransformer):
             return ""
         if node.id == self._self and self._self is not None:
             return ".".join(names)
-        return ".".join([self._paths[node.id], *names]) if node.id in self._paths else ""
+        return (
+            ".".join([self._paths[node.id], *names]) if node.id in self._paths else ""
+        )
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         """Note that sites inside belong to a nested function, which may run again at any time."""
@@ -306,7 +328,9 @@ class _Sites(ast.NodeTransformer):
         if row is not None:
             site = self._site(row, node.args, node.keywords)
             self.generic_visit(node)
-            return _routed(node, "call", site, node.func, *node.args, keywords=node.keywords)
+            return _routed(
+                node, "call", site, node.func, *node.args, keywords=node.keywords
+            )
         if target is None and isinstance(node.func, ast.Attribute):
             return self._visit_method(node, node.func)
         return self._follow(node, target)
@@ -316,7 +340,9 @@ class _Sites(ast.NodeTransformer):
         if self._is_self(callee):
             if callee.attr in _OWN and not node.args:
                 self.lists_children = True
-                call = ast.Call(_attribute(_ROUTE, "own"), [ast.Constant(callee.attr)], [])
+                call = ast.Call(
+                    _attribute(_ROUTE, "own"), [ast.Constant(callee.attr)], []
+                )
                 return ast.copy_location(call, node)
             return self._follow(node, None)
         row = _routed_row(callee.attr)
@@ -347,20 +373,31 @@ class _Sites(ast.NodeTransformer):
         rewritten = self._rewritten(target, node, is_method)
         if rewritten is None:
             return self.generic_visit(node)
-        site = self._name("" if rewritten.is_numbered and not _is_torchs(target) else "call")
+        site = self._name(
+            "" if rewritten.is_numbered and not _is_torchs(target) else "call"
+        )
         self.lists_children |= rewritten.lists_children
-        self.found += [replace(inner, name=f"{site}.{inner.name}") for inner in rewritten.sites]
+        self.found += [
+            replace(inner, name=f"{site}.{inner.name}") for inner in rewritten.sites
+        ]
         self.generic_visit(node)
         names = [f"__torchq_{kind}_{len(self.helpers)}__" for kind in ("known", "new")]
         self.helpers |= zip(names, (target, rewritten.forward), strict=True)
         callee: list[ast.expr] = [node.func]
-        if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Call):
-            callee = [_name(names[0]), _name(str(self._self))]  # Dynamo compares no super().method
+        if isinstance(node.func, ast.Attribute) and isinstance(
+            node.func.value, ast.Call
+        ):
+            callee = [
+                _name(names[0]),
+                _name(str(self._self)),
+            ]  # Dynamo compares no super().method
         expected, new = map(_name, names)
         arguments = (callee[0], expected, new, *callee[1:], *node.args)
         return _routed(node, "follow", site, *arguments, keywords=node.keywords)
 
-    def _rewritten(self, target: object, node: ast.Call, is_method: bool) -> _Function | None:
+    def _rewritten(
+        self, target: object, node: ast.Call, is_method: bool
+    ) -> _Function | None:
         if not isinstance(target, types.FunctionType) or target in self.callers:
             return None
         library = (target.__module__ or "").split(".")[0]
@@ -370,8 +407,14 @@ class _Sites(ast.NodeTransformer):
         code = inspect.unwrap(target).__code__
         names = code.co_varnames[is_method : code.co_argcount]
         value_by_name = dict(zip(names, node.args, strict=False))
-        value_by_name |= {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
-        paths = {name: path for name, value in value_by_name.items() if (path := self._path(value))}
+        value_by_name |= {
+            keyword.arg: keyword.value for keyword in node.keywords if keyword.arg
+        }
+        paths = {
+            name: path
+            for name, value in value_by_name.items()
+            if (path := self._path(value))
+        }
         return _rewrite(target, self._reading, self.callers, paths=paths)
 
     def _resolve(self, node: ast.expr) -> Any:
@@ -405,7 +448,9 @@ class _Sites(ast.NodeTransformer):
         )
 
 
-def _outside(function: types.FunctionType, name: str, attributes: tuple[str, ...]) -> Any:
+def _outside(
+    function: types.FunctionType, name: str, attributes: tuple[str, ...]
+) -> Any:
     """Return what a name, and attributes of the module that it is, stand for; None for others."""
     free = function.__code__.co_freevars
     if name in free:
@@ -433,7 +478,9 @@ def _inherited(cls: type[nn.Module], function: types.FunctionType, name: str) ->
 def _defines(cls: type, function: types.FunctionType) -> bool:
     """Return True if a function is defined in a class, decorated or not."""
     return any(
-        inspect.unwrap(value) is function for value in vars(cls).values() if is_function(value)
+        inspect.unwrap(value) is function
+        for value in vars(cls).values()
+        if is_function(value)
     )
 
 
@@ -450,7 +497,9 @@ def _overwritten(node: ast.expr) -> str:
     if is_method and callee.attr.endswith("_") and _routed_row(callee.attr) is not None:
         return str(callee.value.id)
     flags = [k.value for k in node.keywords if k.arg == "inplace"]
-    is_in_place = any(isinstance(flag, ast.Constant) and flag.value is True for flag in flags)
+    is_in_place = any(
+        isinstance(flag, ast.Constant) and flag.value is True for flag in flags
+    )
     first = node.args[0] if node.args else None
     return first.id if is_in_place and isinstance(first, ast.Name) else ""
 
@@ -460,15 +509,23 @@ def _attribute(name: str, attribute: str) -> ast.expr:
 
 
 def _routed(
-    node: ast.AST, action: str, site: str, *args: ast.expr, keywords: Sequence[ast.keyword] = ()
+    node: ast.AST,
+    action: str,
+    site: str,
+    *args: ast.expr,
+    keywords: Sequence[ast.keyword] = (),
 ) -> Any:
-    call = ast.Call(_attribute(_ROUTE, action), [ast.Constant(site), *args], [*keywords])
+    call = ast.Call(
+        _attribute(_ROUTE, action), [ast.Constant(site), *args], [*keywords]
+    )
     return ast.copy_location(call, node)
 
 
 def _routed_row(target: object) -> Operator | None:
     """Return the row of a function or method that a router carries out."""
-    row = None if target is None or isinstance(target, nn.Module) else operator_of(target)
+    row = (
+        None if target is None or isinstance(target, nn.Module) else operator_of(target)
+    )
     return row if row is not None and (row.module or row.layer) else None
 
 

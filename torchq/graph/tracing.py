@@ -171,7 +171,11 @@ def trace_call(
     function = getattr(type(module), tracer.traced_func_name)
     parameters = list(inspect.signature(function).parameters.values())
     values = {p.name: p.default for p in parameters} | dict(given or {})
-    constants = {k: v for k, v in values.items() if v is None or isinstance(v, (bool, int, float))}
+    constants = {
+        k: v
+        for k, v in values.items()
+        if v is None or isinstance(v, (bool, int, float))
+    }
     with state_kept(module) if restore is None else nullcontext():
         before = [(tensor, version_of(tensor)) for tensor in _stored_tensors(module)]
         try:
@@ -184,8 +188,14 @@ def trace_call(
             tracer.stores_values = changed or any(map(_holds_proxy, attributes))
     if restore is not None:
         restore()
-    names = [p.name for p in parameters[1:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    for node, name in zip((n for n in graph.nodes if n.op == "placeholder"), names, strict=False):
+    names = [
+        p.name
+        for p in parameters[1:]
+        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    for node, name in zip(
+        (n for n in graph.nodes if n.op == "placeholder"), names, strict=False
+    ):
         # torch.fx numbers arguments that are constant, which would hide them from keyword calls.
         node.target = name
     return graph
@@ -195,7 +205,9 @@ def _stored_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     """Yield the tensors that a module holds, but for parameters."""
     yield from module.buffers()
     for part in module.modules():
-        yield from (value for value in vars(part).values() if isinstance(value, torch.Tensor))
+        yield from (
+            value for value in vars(part).values() if isinstance(value, torch.Tensor)
+        )
 
 
 def _holds_proxy(value: object) -> bool:
@@ -229,12 +241,21 @@ def trace_modules(
     return traced
 
 
-def trace_or_none(model: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> fx.GraphModule | None:
+def trace_or_none(
+    model: nn.Module, is_leaf: Callable[[nn.Module], bool]
+) -> fx.GraphModule | None:
     """Trace ``model`` as :func:`trace_modules` does; return None if its code cannot be traced."""
     try:
         return trace_modules(model, is_leaf)
-    except Exception as error:  # code whose control flow looks at a tensor may raise anything
-        log.debug("%s cannot be traced (%s: %s)", type(model).__name__, type(error).__name__, error)
+    except (
+        Exception
+    ) as error:  # code whose control flow looks at a tensor may raise anything
+        log.debug(
+            "%s cannot be traced (%s: %s)",
+            type(model).__name__,
+            type(error).__name__,
+            error,
+        )
         return None
 
 
@@ -249,7 +270,9 @@ _LIBRARY = torch.library.Library("torchq", "FRAGMENT")
 _LIBRARY.define("call_whole(Tensor x, str path) -> Tensor")
 
 
-torch.library.register_fake("torchq::call_whole", lambda x, path: torch.empty_like(x), lib=_LIBRARY)
+torch.library.register_fake(
+    "torchq::call_whole", lambda x, path: torch.empty_like(x), lib=_LIBRARY
+)
 
 
 @contextmanager
@@ -262,7 +285,8 @@ def opaque_calls(model: nn.Module) -> Iterator[None]:
     chosen = [
         (path, module)
         for path, module in model.named_modules()
-        if getattr(module, "keeps_tensor_type", False) and forward_hook_kind(module) is None
+        if getattr(module, "keeps_tensor_type", False)
+        and forward_hook_kind(module) is None
     ]
     try:
         for path, module in chosen:
@@ -333,7 +357,9 @@ def trace(model: nn.Module, example: object) -> Trace:
     args, kwargs = call_arguments(model, example)
     try:
         return _with_fx(model, args, kwargs)
-    except Exception as error:  # code whose control flow looks at a tensor may raise anything
+    except (
+        Exception
+    ) as error:  # code whose control flow looks at a tensor may raise anything
         reason = why_untraceable(error)
     try:
         return _with_export(model, args, kwargs, reason)
@@ -358,14 +384,18 @@ def why_untraceable(error: Exception) -> str:
     message = _first_line(error)
     sentence = message.partition(". ")[0]
     stated = f"its code cannot be followed: {type(error).__name__}: {sentence}"
-    return next((words for part, words in _UNTRACEABLE.items() if part in message), stated)
+    return next(
+        (words for part, words in _UNTRACEABLE.items() if part in message), stated
+    )
 
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def _with_fx(model: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> Trace:
+def _with_fx(
+    model: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]
+) -> Trace:
     bound = inspect.signature(type(model).forward).bind(model, *args, **kwargs)
     arguments = dict(list(bound.arguments.items())[1:])
     traced = trace_modules(model, given=arguments, record_lines=True)
@@ -382,7 +412,9 @@ def _with_fx(model: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any])
     for node in traced.graph.nodes:
         if node.op == "placeholder" and node.name != node.target and node.args:
             value = arguments.get(node.target, node.args[0])
-            lost.append(f"Argument {node.target!r} is always {value!r}: other values are refused.")
+            lost.append(
+                f"Argument {node.target!r} is always {value!r}: other values are refused."
+            )
     return Trace(traced, "module", tuple(lost))
 
 
@@ -390,7 +422,9 @@ def _with_export(
     model: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], reason: str
 ) -> Trace:
     with random_kept(), untouched(model), opaque_calls(model):
-        program = torch.export.export(model, with_copies(args), with_copies(kwargs), strict=False)
+        program = torch.export.export(
+            model, with_copies(args), with_copies(kwargs), strict=False
+        )
         exported = program.module()
     assert isinstance(exported, fx.GraphModule)
     restore_calls(exported, model)

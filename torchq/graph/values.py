@@ -10,11 +10,15 @@ from torchq.graph.calling import tensors_in, version_of
 from torchq.graph.operators import effects_of, never_negative, operator_name
 
 
-def adds_zeros(function: str, arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
+def adds_zeros(
+    function: str, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> bool:
     """Return True for a call that pads a tensor with zeros; ``arguments`` are those behind it."""
     values = {**dict(zip(("pad", "mode", "value"), arguments, strict=False)), **options}
     return (
-        function == "pad" and values.get("mode") in (None, "constant") and not values.get("value")
+        function == "pad"
+        and values.get("mode") in (None, "constant")
+        and not values.get("value")
     )
 
 
@@ -32,7 +36,9 @@ class ValueTracker:
         self._count = 0
         self._nonnegative: dict[int, tuple[Tensor, int]] = {}
 
-    def run(self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+    def run(
+        self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+    ) -> Any:
         """Carry out a function; the result of one that moves values has the root of its input."""
         name = operator_name(function)
         proved = never_negative(name, args, kwargs, self.is_nonnegative)

@@ -69,7 +69,9 @@ def lower_model(
         with_state: paths of modules that keep something from call to call, which stay as they are.
     """
     with utils.progress_stages("deploy", _STAGES, enabled=progress) as next_stage:
-        result = _replace_layers(fold_corrections_(utils.copy_module(simulated)), example)
+        result = _replace_layers(
+            fold_corrections_(utils.copy_module(simulated)), example
+        )
         next_stage()
         if fuse:
             stateful = _with_state(result, with_state, example)
@@ -85,9 +87,13 @@ def lower_model(
                 problem, note = check(result)
                 # Layers of overflowing kernels do not compute their simulation, which was said
                 # above; what they give for the example still has to be near.
-                if overflow and (number > 0 or not check.difference(result, RESULT_TOLERANCE)):
+                if overflow and (
+                    number > 0 or not check.difference(result, RESULT_TOLERANCE)
+                ):
                     problem = ""
-            except Exception as error:  # a graph may do what the model's own code would not
+            except (
+                Exception
+            ) as error:  # a graph may do what the model's own code would not
                 problem = f"the deployed model raises {type(error).__name__}: {error}"
                 note = ""
             _report(problem, note, fuse, overflow)
@@ -207,7 +213,11 @@ def _remove_weight_hooks(module: nn.Module) -> None:
     for remove in (remove_weight_norm, remove_spectral_norm):
         with suppress(ValueError):  # the layer has no such hook
             remove(module)
-    masks = [name for name, _ in module.named_buffers(recurse=False) if name.endswith("_mask")]
+    masks = [
+        name
+        for name, _ in module.named_buffers(recurse=False)
+        if name.endswith("_mask")
+    ]
     for mask in masks:
         with suppress(ValueError):  # a buffer of another kind
             prune.remove(module, mask.removesuffix("_mask"))
@@ -228,7 +238,11 @@ def _round_weights(module: QuantModule, reason: str, shared: set[int]) -> None:
     with torch.no_grad():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) in shared:  # The others go on with the weight as it is.
-                setattr(module, name, nn.Parameter(parameter.clone(), parameter.requires_grad))
+                setattr(
+                    module,
+                    name,
+                    nn.Parameter(parameter.clone(), parameter.requires_grad),
+                )
         for quantizer, weight in module.quantized_weights():
             if _stores_weight(module, weight):
                 weight.copy_(quantizer(weight))
@@ -270,11 +284,17 @@ def fuse_layers(
         return traced
     for name, child in list(model.named_children()):
         if not _is_leaf(child):
-            setattr(model, name, fuse_layers(child, not _may_be_taken_apart(child), with_state))
+            setattr(
+                model,
+                name,
+                fuse_layers(child, not _may_be_taken_apart(child), with_state),
+            )
     return model
 
 
-def _with_state(model: nn.Module, paths: Iterable[str], example: Any) -> frozenset[nn.Module]:
+def _with_state(
+    model: nn.Module, paths: Iterable[str], example: Any
+) -> frozenset[nn.Module]:
     """Return the modules that keep something from call to call.
 
     Without an example these are the ones whose forward sets an attribute of the module.
@@ -292,19 +312,27 @@ def _traced(model: nn.Module) -> TracedModel | None:
         return None
     dtype = next(m.dtype for m in model.modules() if isinstance(m, Int8Layer))
     fused = fuse_graph(graph, dtype)
-    return None if fused is None else TracedModel(graph, fused, type(model).__name__, model)
+    return (
+        None
+        if fused is None
+        else TracedModel(graph, fused, type(model).__name__, model)
+    )
 
 
 def _may_be_taken_apart(module: nn.Module) -> bool:
     """Return True if code around ``module`` may do more than call it with its defaults."""
     if isinstance(module, (nn.Sequential, torch.jit.ScriptModule)):
         return True
-    return any(map(_is_option, inspect.signature(type(module).forward).parameters.values()))
+    return any(
+        map(_is_option, inspect.signature(type(module).forward).parameters.values())
+    )
 
 
 def _is_option(parameter: inspect.Parameter) -> bool:
     """Return True for an argument that a trace fixes to its default."""
-    return parameter.default is None or isinstance(parameter.default, (bool, int, float))
+    return parameter.default is None or isinstance(
+        parameter.default, (bool, int, float)
+    )
 
 
 def _gives_options(model: nn.Module, example: Any) -> bool:
@@ -313,7 +341,9 @@ def _gives_options(model: nn.Module, example: Any) -> bool:
     signature = inspect.signature(model.forward)
     for name, value in signature.bind(*args, **kwargs).arguments.items():
         default = signature.parameters[name].default
-        same = value is default or (isinstance(value, (bool, int, float)) and value == default)
+        same = value is default or (
+            isinstance(value, (bool, int, float)) and value == default
+        )
         if _is_option(signature.parameters[name]) and not same:
             return True
     return False

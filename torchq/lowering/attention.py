@@ -9,7 +9,14 @@ from torchq.nn import QuantModule, QuantMultiheadAttention
 from torchq.nn.modules.attention import ProjectedAttention
 
 #: The plain attributes that are those of the float layer.
-_SETTINGS = ("embed_dim", "num_heads", "head_dim", "dropout", "batch_first", "add_zero_attn")
+_SETTINGS = (
+    "embed_dim",
+    "num_heads",
+    "head_dim",
+    "dropout",
+    "batch_first",
+    "add_zero_attn",
+)
 
 
 class DeployedMultiheadAttention(ProjectedAttention):
@@ -24,13 +31,17 @@ class DeployedMultiheadAttention(ProjectedAttention):
         layers: the projections of query, key, value and result.
     """
 
-    def __init__(self, module: QuantMultiheadAttention, layers: Sequence[nn.Module]) -> None:
+    def __init__(
+        self, module: QuantMultiheadAttention, layers: Sequence[nn.Module]
+    ) -> None:
         super().__init__()
         for name in _SETTINGS:
             setattr(self, name, getattr(module, name))
         for name in ("bias_k", "bias_v"):
             extra = getattr(module, name)
-            self.register_buffer(name, None if extra is None else extra.detach().clone())
+            self.register_buffer(
+                name, None if extra is None else extra.detach().clone()
+            )
         for slot in self.products:
             quantizer = active(getattr(module, f"{slot}_quantizer"))
             self.add_module(f"{slot}_quantizer", quantizer or nn.Identity())
@@ -49,15 +60,21 @@ class DeployedMultiheadAttention(ProjectedAttention):
     def summary_row(self) -> tuple[str, int, str]:
         """Return kernel, bytes and a note for :func:`torchq.summary`; projections have rows."""
         size = sum(b.numel() * b.element_size() for b in self.buffers(recurse=False))
-        simulated = any(active(quantizer) for quantizer in self._quantizers(self.products))
-        note = "both products" + (", their quantized operands simulated" if simulated else "")
+        simulated = any(
+            active(quantizer) for quantizer in self._quantizers(self.products)
+        )
+        note = "both products" + (
+            ", their quantized operands simulated" if simulated else ""
+        )
         return "float", size, note
 
 
 @LOWERINGS.register(QuantMultiheadAttention)
 def _attention(module: QuantModule) -> nn.Module | str:
     assert isinstance(module, QuantMultiheadAttention)
-    in_biases = [None] * 3 if module.in_proj_bias is None else [*module.in_proj_bias.chunk(3)]
+    in_biases = (
+        [None] * 3 if module.in_proj_bias is None else [*module.in_proj_bias.chunk(3)]
+    )
     biases = [*in_biases, module.out_proj.bias]
     names = ("query", "key", "value", "output")
     slots = zip(module.projections, module.weight_slots, strict=True)

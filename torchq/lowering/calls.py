@@ -54,7 +54,9 @@ class ProductCall(ComputedCall):
         if self.seen is not None:
             self.seen.append(arguments)
             return None
-        if not arguments or any(arguments[name] != value for name, value in self.options.items()):
+        if not arguments or any(
+            arguments[name] != value for name, value in self.options.items()
+        ):
             return None
         return arguments["input"], arguments["bias"]
 
@@ -62,7 +64,9 @@ class ProductCall(ComputedCall):
         """Return the arguments of a call by name, with defaults; {} where no kernel knows them."""
         names = _NAMES[self.site.kind]
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-        if len(args) > len(names) or not {"input", "weight"} <= set(arguments) <= set(names):
+        if len(args) > len(names) or not {"input", "weight"} <= set(arguments) <= set(
+            names
+        ):
             return {}
         return {name: arguments.get(name, _DEFAULTS.get(name)) for name in names}
 
@@ -80,13 +84,17 @@ class ProductCall(ComputedCall):
             return "it was not called in the way that a layer computes"
         first = recorded[0]
         weight = first["weight"].detach()
-        if not all(torch.equal(weight, arguments["weight"]) for arguments in recorded[1:]):
+        if not all(
+            torch.equal(weight, arguments["weight"]) for arguments in recorded[1:]
+        ):
             return "its weight changes between calls"
         quantizers = self.simulated.input_quantizer, self.simulated.weight_quantizer
         self.options = {name: first[name] for name in _DEFAULTS if name in first}
         if not self.options and weight.dim() != 2:
             return "its weight is no matrix"
-        layer = self._conv(weight) if self.options else as_linear(weight, None, *quantizers)
+        layer = (
+            self._conv(weight) if self.options else as_linear(weight, None, *quantizers)
+        )
         layer.input_quantizer, layer.weight_quantizer = quantizers
         kernel = lower(layer)
         if isinstance(kernel, str):
@@ -111,10 +119,14 @@ def lower_calls_(model: nn.Module, example: Any) -> dict[int, str]:
 
     Return the id of each holder of quantizers, and why its calls have no kernel ("" if they have).
     """
-    routed = [m for m in model.modules() if isinstance(m, RoutedModule) and m.torchq_calls]
+    routed = [
+        m for m in model.modules() if isinstance(m, RoutedModule) and m.torchq_calls
+    ]
     if example is None:
         unseen = "only an example shows what its function calls do"
-        return {id(holder): unseen for module in routed for _, holder in module.holders()}
+        return {
+            id(holder): unseen for module in routed for _, holder in module.holders()
+        }
     for module in routed:
         _watch(module)
     reasons: dict[int, str] = {}
@@ -136,7 +148,10 @@ def _watch(module: RoutedModule) -> None:
             name = f"{site.kind}_kernel_{number}"
             module.add_module(name, ProductCall(site, holder))
         sites.append(replace(site, holder=name))
-    module.torchq_calls = (*sites, *(site for site in module.torchq_calls if site.is_unseen))
+    module.torchq_calls = (
+        *sites,
+        *(site for site in module.torchq_calls if site.is_unseen),
+    )
 
 
 def _settle(module: RoutedModule) -> list[tuple[int, str]]:
@@ -148,7 +163,9 @@ def _settle(module: RoutedModule) -> list[tuple[int, str]]:
         holder, former = call, site
         reason = "kernels compute linear layers and convolutions"
         if site.kind == "attention":
-            reason = "attention is a kernel in a graph alone, and its forward keeps running"
+            reason = (
+                "attention is a kernel in a graph alone, and its forward keeps running"
+            )
         if isinstance(call, ProductCall):
             former = call.site
             reason = call.settle()
@@ -156,9 +173,14 @@ def _settle(module: RoutedModule) -> list[tuple[int, str]]:
             if reason or isinstance(holder, Call):
                 unused.add(site.holder if reason else former.holder)
         sites.append(former if reason else site)
-        explained = reason and f"its call of {site.kind} has no integer kernel: {reason}"
+        explained = (
+            reason and f"its call of {site.kind} has no integer kernel: {reason}"
+        )
         reasons.append((id(holder), explained))
-    module.torchq_calls = (*sites, *(site for site in module.torchq_calls if site.is_unseen))
+    module.torchq_calls = (
+        *sites,
+        *(site for site in module.torchq_calls if site.is_unseen),
+    )
     for name in unused:
         delattr(module, name)
     return reasons

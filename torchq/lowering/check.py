@@ -66,9 +66,13 @@ class ReferenceCheck:
         pairs = forced_pairs(model, self._simulated, self.example)
         layer = next((what for what, got, want in pairs if not _agree(got, want)), None)
         if layer is not None:
-            difference = f"given the inputs of the simulation, {layer} differs, for {self.what}"
+            difference = (
+                f"given the inputs of the simulation, {layer} differs, for {self.what}"
+            )
             return f"{far}. G{difference[1:]}" if far else difference, ""
-        note = f"{far}, though every layer agrees when given the same input" if far else ""
+        note = (
+            f"{far}, though every layer agrees when given the same input" if far else ""
+        )
         return "", note
 
     def difference(self, model: nn.Module, most: float = EQUAL_RESULTS) -> str:
@@ -76,7 +80,9 @@ class ReferenceCheck:
         results = self._results(model)
         if len(results) != len(self._expected):
             return f"the model returns {len(results)} tensors; expected {len(self._expected)}"
-        for number, (expected, got) in enumerate(zip(self._expected, results, strict=True)):
+        for number, (expected, got) in enumerate(
+            zip(self._expected, results, strict=True)
+        ):
             if got.shape != expected.shape:
                 shapes = f"{tuple(got.shape)}; expected {tuple(expected.shape)}"
                 return f"result {number} has shape {shapes}"
@@ -95,7 +101,9 @@ class ReferenceCheck:
         for number, (got, expected) in enumerate(pairs):
             error = distance(got, expected)
             size = norm(expected)
-            level = f"{20 * math.log10(size / error):.1f} dB" if error and size else "equal"
+            level = (
+                f"{20 * math.log10(size / error):.1f} dB" if error and size else "equal"
+            )
             texts.append(f"result {number} {level if not error or size else 'differs'}")
         shown = ", ".join(texts[:4]) + (", ..." if len(texts) > 4 else "")
         return f"{self.what}: {shown or 'no tensor'}"
@@ -115,7 +123,9 @@ def call_once(model: nn.Module, example: Any) -> Any:
 
     What a graph has opened is no state, and stays open.
     """
-    state = nullcontext() if getattr(model, "is_stateless", False) else state_kept(model)
+    state = (
+        nullcontext() if getattr(model, "is_stateless", False) else state_kept(model)
+    )
     with torch.no_grad(), state:
         return call_model(model, example)
 
@@ -156,16 +166,25 @@ def forced_pairs(
         if not not_fed or not args:
             return None
         codes = args[0].dtype is torch.uint8
-        expected_inputs = [layer.input_qparams.quantize(x) if codes else x for x in not_fed]
+        expected_inputs = [
+            layer.input_qparams.quantize(x) if codes else x for x in not_fed
+        ]
         # A graph may run the calls of one layer in another order: it gets what is nearest.
-        place = min(range(len(not_fed)), key=lambda number: _gap(args[0], expected_inputs[number]))
+        place = min(
+            range(len(not_fed)),
+            key=lambda number: _gap(args[0], expected_inputs[number]),
+        )
         want = expected_inputs[place]
         del not_fed[place]
         pairs.append((f"the input of {path}", args[0], want))
         return (want, *args[1:])
 
     paths = {_original(path) for path in layers}
-    read = [(m, partial(record, path)) for path, m in simulated.named_modules() if path in paths]
+    read = [
+        (m, partial(record, path))
+        for path, m in simulated.named_modules()
+        if path in paths
+    ]
     start = RandomState.now()
     with watching(read, before=True):
         expected = list(tensors_in(call_once(simulated, example)))

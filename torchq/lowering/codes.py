@@ -122,7 +122,9 @@ class CodesModule(nn.Module):
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`get_extra_state` returned."""
         for name in self.qparams_names:
-            setattr(self, name, None if state[name] is None else ByteQParams(*state[name]))
+            setattr(
+                self, name, None if state[name] is None else ByteQParams(*state[name])
+            )
 
     def extra_repr(self) -> str:
         """Return the settings that ``repr`` shows."""
@@ -178,7 +180,9 @@ class CodesMaxPool2d(CodesModule):
         # quantized tensors takes plain ones as well and is ten times faster.
         if not (has_kernels(codes) and codes.numel() and codes.dim() == 4):
             size, stride, padding, dilation, ceil_mode = self.window
-            pooled = F.max_pool2d(codes.float(), size, stride, padding, dilation, ceil_mode)
+            pooled = F.max_pool2d(
+                codes.float(), size, stride, padding, dilation, ceil_mode
+            )
             return pooled.to(torch.uint8)
         channels = codes.shape[1]
         last = torch.channels_last
@@ -208,7 +212,11 @@ class CodesAvgPool2d(CodesModule):
         output_qparams: ByteQParams,
     ) -> None:
         super().__init__()
-        self.pool, self.input_qparams, self.output_qparams = pool, input_qparams, output_qparams
+        self.pool, self.input_qparams, self.output_qparams = (
+            pool,
+            input_qparams,
+            output_qparams,
+        )
 
     def forward(self, codes: Tensor) -> Tensor:
         """Return the code of each window's average."""
@@ -218,7 +226,9 @@ class CodesAvgPool2d(CodesModule):
         return (self._runs.get(shape) or self._keep(shape, self._bind(shape)))(codes)
 
     def _float(self, codes: Tensor) -> Tensor:
-        return self.output_qparams.quantize(self.pool(self.input_qparams.dequantize(codes)))
+        return self.output_qparams.quantize(
+            self.pool(self.input_qparams.dequantize(codes))
+        )
 
     def _bind(self, shape: torch.Size) -> Run:
         fits = len(shape) == 4 and shape.numel() and available()
@@ -229,18 +239,24 @@ class CodesAvgPool2d(CodesModule):
         before = self.input_qparams
         channels = shape[1]
         ones = torch.ones(channels, 1, *size, dtype=torch.int8, device="cpu")
-        scale = torch.full((channels,), 1 / math.prod(size), dtype=torch.float32, device="cpu")
+        scale = torch.full(
+            (channels,), 1 / math.prod(size), dtype=torch.float32, device="cpu"
+        )
         weights = Int8Weights(ones, scale, None, before.scale, before.zero_point)
         params = ConvParams(tuple(stride), tuple(padding), (1, 1), channels)
         return Kernel(ones).bind(shape, weights, params, Epilogue(self.output_qparams))
 
-    def _window(self, sizes: Sequence[int]) -> tuple[list[int], list[int], list[int]] | None:
+    def _window(
+        self, sizes: Sequence[int]
+    ) -> tuple[list[int], list[int], list[int]] | None:
         """Return size, stride and padding of windows that are all alike, or None."""
         pool = self.pool
         if isinstance(pool, nn.AdaptiveAvgPool2d):
             pairs = zip(_pair(pool.output_size), sizes, strict=True)
             out = [size if want is None else want for want, size in pairs]
-            if any(not want or size % want for size, want in zip(sizes, out, strict=True)):
+            if any(
+                not want or size % want for size, want in zip(sizes, out, strict=True)
+            ):
                 return None
             window = [size // want for size, want in zip(sizes, out, strict=True)]
             return window, window, [0, 0]

@@ -53,10 +53,16 @@ def lower(module: QuantModule) -> nn.Module | str:
 
 def active(quantizer: nn.Module | None) -> TensorQuantizer | None:
     """Return the quantizer if it quantizes, else None."""
-    return quantizer if isinstance(quantizer, TensorQuantizer) and quantizer.quantizing else None
+    return (
+        quantizer
+        if isinstance(quantizer, TensorQuantizer) and quantizer.quantizing
+        else None
+    )
 
 
-def integer_weight(quantizer: TensorQuantizer, weight: Tensor) -> tuple[Tensor, Tensor] | str:
+def integer_weight(
+    quantizer: TensorQuantizer, weight: Tensor
+) -> tuple[Tensor, Tensor] | str:
     """Return a weight as integers, as the simulation rounds it, or why that cannot be."""
     d = quantizer.descriptor
     format = d.format
@@ -115,7 +121,13 @@ def _arguments(module: QuantModule) -> tuple[Any, ...] | str:
     codes = integer_weight(w, layer.weight.detach())
     if isinstance(codes, str):
         return codes
-    return *codes, kernel_bias(layer, layer.bias), qparams, layer.weight.dtype, x.pre_quant_scale
+    return (
+        *codes,
+        kernel_bias(layer, layer.bias),
+        qparams,
+        layer.weight.dtype,
+        x.pre_quant_scale,
+    )
 
 
 @LOWERINGS.register(QuantConv1d)
@@ -137,7 +149,9 @@ def _conv(module: QuantModule) -> nn.Module | str:
     arguments = _arguments(module)
     if isinstance(arguments, str):
         return arguments
-    params = ConvParams(tuple(conv.stride), tuple(padding), tuple(conv.dilation), conv.groups)
+    params = ConvParams(
+        tuple(conv.stride), tuple(padding), tuple(conv.dilation), conv.groups
+    )
     return _with_output(Int8Conv(params, *arguments), module)
 
 
@@ -146,7 +160,11 @@ def _with_output(layer: nn.Module, module: nn.Module) -> nn.Module:
     output = active(getattr(module, "output_quantizer", None))
     if output is None:
         return layer
-    between = [nn.ReLU()] if output.descriptor.unsigned and output.descriptor.symmetric else []
+    between = (
+        [nn.ReLU()]
+        if output.descriptor.unsigned and output.descriptor.symmetric
+        else []
+    )
     return nn.Sequential(layer, *between, copy_module(output))
 
 

@@ -33,8 +33,21 @@ from torchq.lowering.qparams import ByteQParams
 
 #: Functions of finite numbers that are finite, in float32 and for values as large as codes stand
 #: for, and how many of them may follow each other.
-_FINITE_FUNCTIONS = (operator.mul, operator.add, torch.mul, torch.add, F.adaptive_avg_pool2d)
-_FINITE_MODULES = (nn.Sigmoid, nn.Hardsigmoid, nn.SiLU, nn.Hardswish, nn.ReLU, nn.Hardtanh)
+_FINITE_FUNCTIONS = (
+    operator.mul,
+    operator.add,
+    torch.mul,
+    torch.add,
+    F.adaptive_avg_pool2d,
+)
+_FINITE_MODULES = (
+    nn.Sigmoid,
+    nn.Hardsigmoid,
+    nn.SiLU,
+    nn.Hardswish,
+    nn.ReLU,
+    nn.Hardtanh,
+)
 _LONGEST = 4
 _INF = float("inf")
 #: Writes a node into the new graph.
@@ -102,7 +115,9 @@ class Fusion:
             if node in self.values or node in self.wishes or node in required:
                 self._settle(node)
                 writes = (rule(self, node) for rule in RULES)
-                self._writes[node] = next(write for write in writes if write is not None)
+                self._writes[node] = next(
+                    write for write in writes if write is not None
+                )
         for node in nodes:
             if node in self._writes:
                 self._writes[node]()
@@ -116,7 +131,9 @@ class Fusion:
         overwriting = set()
         for node in memory:
             path = str(node.target)
-            called = self.trace.get_submodule(path) if node.op == "call_module" else None
+            called = (
+                self.trace.get_submodule(path) if node.op == "call_module" else None
+            )
             first = match.input_node(node)
             if first is not None and writes(node, called):
                 roots = memory[first]
@@ -146,7 +163,11 @@ class Fusion:
         source = match.view_source(node, self.trace)
         if source is None and match.pool_of(node, self.trace, nn.MaxPool2d) is not None:
             source = match.input_node(node)
-        if source is None and node.target is operator.getitem and node.args[0] in self.carried:
+        if (
+            source is None
+            and node.target is operator.getitem
+            and node.args[0] in self.carried
+        ):
             source = node.args[0]
         return [] if source is None else [source]
 
@@ -157,7 +178,9 @@ class Fusion:
         bounds = match.clamp_bounds(match.activation_of(node, self.trace))
         if bounds is not None:
             return bounds[0] >= 0
-        keeps_sign = bool(self.moved(node)) or match.preserves_nonnegative(node, self.trace)
+        keeps_sign = bool(self.moved(node)) or match.preserves_nonnegative(
+            node, self.trace
+        )
         return keeps_sign and all(map(self.is_nonnegative, node.all_input_nodes))
 
     # --- what readers want ------------------------------------------------------------------
@@ -166,7 +189,9 @@ class Fusion:
         """Note that nodes are wanted as values."""
         self.values.update(nodes)
 
-    def want_codes(self, node: Node, qparams: ByteQParams, like: Wish | None = None) -> None:
+    def want_codes(
+        self, node: Node, qparams: ByteQParams, like: Wish | None = None
+    ) -> None:
         """Note that a node is wanted as codes."""
         wish, like = self.wishes[node].setdefault(qparams, Wish()), like or Wish()
         wish.keeps_zero |= like.keeps_zero
@@ -247,11 +272,17 @@ class Fusion:
         if isinstance(module, (Quantize, Dequantize)):
             return True
         if isinstance(module, Int8Layer):  # the second operand is a residual
-            return all(self._is_finite(x, longest - 1) for x in node.all_input_nodes[1:])
-        keeps_finite = isinstance(module, _FINITE_MODULES) or node.target in _FINITE_FUNCTIONS
+            return all(
+                self._is_finite(x, longest - 1) for x in node.all_input_nodes[1:]
+            )
+        keeps_finite = (
+            isinstance(module, _FINITE_MODULES) or node.target in _FINITE_FUNCTIONS
+        )
         operands = node.all_input_nodes
         keeps_finite = keeps_finite and longest > 0 and bool(operands)
-        return keeps_finite and all(self._is_finite(operand, longest - 1) for operand in operands)
+        return keeps_finite and all(
+            self._is_finite(operand, longest - 1) for operand in operands
+        )
 
 
 def _is_kept(node: Node) -> bool:
@@ -289,7 +320,9 @@ def move_codes(fusion: Fusion, node: Node) -> Write | None:
     if not tensors or qparams is None:
         return None
     wishes = list(fusion.wishes.get(node, {}).values())
-    keeps_zero = bool(match.concat_operands(node)) or any(wish.keeps_zero for wish in wishes)
+    keeps_zero = bool(match.concat_operands(node)) or any(
+        wish.keeps_zero for wish in wishes
+    )
     like = Wish(keeps_zero, wishes[0].dtype if len(wishes) == 1 else None)
     for tensor in tensors:
         fusion.want_codes(tensor, qparams, like)
@@ -303,7 +336,10 @@ def move_codes(fusion: Fusion, node: Node) -> Write | None:
             moved = fusion.call(node, "_codes", CodesMaxPool2d(pool), first)
         else:
             moved = fusion.graph.node_copy(
-                node, lambda x: codes_by_tensor[x][0] if x in codes_by_tensor else fusion.written(x)
+                node,
+                lambda x: (
+                    codes_by_tensor[x][0] if x in codes_by_tensor else fusion.written(x)
+                ),
             )
         fusion.deliver_codes(node, {qparams: (moved, grid)})
 
@@ -326,7 +362,10 @@ def clamp_codes(fusion: Fusion, node: Node) -> Write | None:
 
     return lambda: fusion.deliver_codes(
         node,
-        {qparams: fusion.codes(source, clamped) for qparams, clamped in clamped_by_grid.items()},
+        {
+            qparams: fusion.codes(source, clamped)
+            for qparams, clamped in clamped_by_grid.items()
+        },
     )
 
 
@@ -385,7 +424,11 @@ def fuse_add(fusion: Fusion, node: Node) -> Write | None:
         return None
     conv, other = pair if pair[1] in fusion.carried else pair[::-1]
     layer = fusion.layer(conv)
-    adds = isinstance(layer, Int8Conv) and len(layer.params.stride) < 3 and len(conv.args) == 1
+    adds = (
+        isinstance(layer, Int8Conv)
+        and len(layer.params.stride) < 3
+        and len(conv.args) == 1
+    )
     if not adds or other not in fusion.carried or fusion.is_read_elsewhere(conv):
         return None
     return _write_layer(fusion, node, conv, residual=other)
@@ -404,7 +447,9 @@ def _write_layer(
     assert layer is not None
     source = match.input_node(call)
     input_grid = layer.input_qparams
-    reads_codes = source is not None and not call.kwargs and layer.pre_quant_scale is None
+    reads_codes = (
+        source is not None and not call.kwargs and layer.pre_quant_scale is None
+    )
     if reads_codes:
         fusion.want_codes(source, input_grid, Wish(dtype=layer.dtype))
     else:
@@ -416,13 +461,17 @@ def _write_layer(
         variant = layer.variant()
         variant.activation = activation[0]
         variant.arguments = list(activation[1])
-        args, kwargs = ((), {}) if reads_codes else fusion.written((call.args, call.kwargs))
+        args, kwargs = (
+            ((), {}) if reads_codes else fusion.written((call.args, call.kwargs))
+        )
         if reads_codes:
             codes, variant.input_qparams = fusion.codes(source, input_grid)
             args = (codes,)
             variant.reads_codes = True
         if residual is not None:
-            codes, variant.residual_qparams = fusion.codes(residual, fusion.carried[residual])
+            codes, variant.residual_qparams = fusion.codes(
+                residual, fusion.carried[residual]
+            )
             args = (*args, codes)
         written = fusion.call(call, "", variant, *args)
         written.kwargs = kwargs
@@ -468,7 +517,9 @@ def keep(fusion: Fusion, node: Node) -> Write:
 
     def write() -> None:
         if dataclasses.is_dataclass(kind) and node.args:  # a dictionary with fields
-            copied = fusion.graph.call_function(node.target, (), fusion.written(node.args[0]))
+            copied = fusion.graph.call_function(
+                node.target, (), fusion.written(node.args[0])
+            )
         else:
             copied = fusion.graph.node_copy(node, of)
         if node.op != "output":

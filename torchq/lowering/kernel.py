@@ -53,12 +53,16 @@ class ConvParams(NamedTuple):
     dilation: tuple[int, ...] = ()
     groups: int = 1
 
-    def output_shape(self, image: Sequence[int], weight: Sequence[int]) -> tuple[int, ...]:
+    def output_shape(
+        self, image: Sequence[int], weight: Sequence[int]
+    ) -> tuple[int, ...]:
         """Return the shape of the result for the shapes of an input and a weight."""
         if not self.stride:
             return (*image[:-1], weight[0])
         sizes = []
-        axes = zip(image[2:], weight[2:], self.stride, self.padding, self.dilation, strict=True)
+        axes = zip(
+            image[2:], weight[2:], self.stride, self.padding, self.dilation, strict=True
+        )
         for size, kernel, stride, padding, dilation in axes:
             window = dilation * (kernel - 1) + 1
             sizes.append((size + 2 * padding - window) // stride + 1)
@@ -90,7 +94,11 @@ class Epilogue(NamedTuple):
         Rounding is monotone, so bounds can be rounded first. Those that a kernel has anyway, since
         results are between 0 and 255, are left out.
         """
-        bounds = {"none": (-math.inf, math.inf), "relu": (0.0, math.inf), "clamp": self.arguments}
+        bounds = {
+            "none": (-math.inf, math.inf),
+            "relu": (0.0, math.inf),
+            "clamp": self.arguments,
+        }
         if self.out is None or self.activation not in bounds:
             return None
         q = self.out.clamped(*bounds[self.activation], keep_zero=True)
@@ -114,7 +122,9 @@ ACTIVATIONS: dict[str, Activation] = {
     "relu": Activation(F.relu, "relu"),
     "clamp": Activation(lambda x, low, high: x.clamp(low, high), "hardtanh"),
     "gelu": Activation(F.gelu, "gelu", "none", on_conv=False),
-    "gelu_tanh": Activation(partial(F.gelu, approximate="tanh"), "gelu", "tanh", on_conv=False),
+    "gelu_tanh": Activation(
+        partial(F.gelu, approximate="tanh"), "gelu", "tanh", on_conv=False
+    ),
     "silu": Activation(F.silu, "swish"),
     "hardswish": Activation(F.hardswish, "hardswish"),
 }
@@ -184,9 +194,13 @@ class Kernel:
 
     def _unpacked(self) -> Tensor:
         packed = next(iter(self._packed.values()))
-        with torch.inference_mode(False):  # an ordinary tensor, which can be loaded into
+        with torch.inference_mode(
+            False
+        ):  # an ordinary tensor, which can be loaded into
             dense = packed.to_dense()
-            dense = dense.t() if packed.dim() == 2 else dense  # of a linear layer: (in, out)
+            dense = (
+                dense.t() if packed.dim() == 2 else dense
+            )  # of a linear layer: (in, out)
             return dense.reshape(self.shape).contiguous()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -262,13 +276,21 @@ class Kernel:
             # Zeros of the image are codes of x_zero_point, of which the kernel does not know.
             border_code = float(weights.x_zero_point)
             border = [p for p in reversed(params.padding) for _ in range(2)]
-            image = [size + 2 * p for size, p in zip(shape[2:], params.padding, strict=True)]
+            image = [
+                size + 2 * p for size, p in zip(shape[2:], params.padding, strict=True)
+            ]
             unpadded = params._replace(padding=(0,) * len(image))
             inner = self._run((*shape[:2], *image), weights, unpadded, epilogue, adds)
-            return lambda x, *residual: inner(F.pad(x, border, value=border_code), *residual)
-        return _bound(self._pack(shape, weights, params), weights, params, epilogue, adds)
+            return lambda x, *residual: inner(
+                F.pad(x, border, value=border_code), *residual
+            )
+        return _bound(
+            self._pack(shape, weights, params), weights, params, epilogue, adds
+        )
 
-    def _pack(self, shape: Sequence[int], weights: Int8Weights, params: ConvParams) -> Tensor:
+    def _pack(
+        self, shape: Sequence[int], weights: Int8Weights, params: ConvParams
+    ) -> Tensor:
         """Return the packed weight for inputs of ``shape``, and drop the plain one.
 
         The layout depends on the size of the image, not on the batch. A weight in the layout of
@@ -279,7 +301,12 @@ class Kernel:
             codes = codes if codes.dim() == len(shape) else codes.unsqueeze(2)
             # The packed weight does not depend on the scales, and reading each takes time.
             packed = torch.ops.onednn.qconv_prepack(
-                codes, weights.scale.flatten()[:1], 1.0, 0, *params.as_lists(), list(shape)
+                codes,
+                weights.scale.flatten()[:1],
+                1.0,
+                0,
+                *params.as_lists(),
+                list(shape),
             )
         else:
             packed = torch.ops.onednn.qlinear_prepack(codes, None)
@@ -313,7 +340,11 @@ def _zeros(count: int) -> Tensor:
 
 
 def _bound(
-    packed: Tensor, weights: Int8Weights, params: ConvParams, epilogue: Epilogue, adds: bool
+    packed: Tensor,
+    weights: Int8Weights,
+    params: ConvParams,
+    epilogue: Epilogue,
+    adds: bool,
 ) -> Run:
     """Return a product as a function of codes and, where it adds one, of a residual.
 
@@ -324,13 +355,21 @@ def _bound(
     scale, bias = _scale_and_bias(weights)
     x_scale = weights.x_scale
     out = epilogue.out
-    grid = (1.0, 0, torch.float32) if out is None else (out.scale, out.zero_point, torch.uint8)
+    grid = (
+        (1.0, 0, torch.float32)
+        if out is None
+        else (out.scale, out.zero_point, torch.uint8)
+    )
     activation, arguments = epilogue.activation, epilogue.arguments
     bounds = None if adds else epilogue.bounds_in_codes()
     if bounds is not None:
         bias = None if bias is None else (bias.double() / grid[0]).float()
         scale, x_scale = (scale.double() * x_scale / grid[0]).float(), 1.0
-        grid, activation, arguments = (1.0, *grid[1:]), "clamp" if bounds else "none", bounds
+        grid, activation, arguments = (
+            (1.0, *grid[1:]),
+            "clamp" if bounds else "none",
+            bounds,
+        )
     before: Any = (x_scale, 0, packed, scale, _zeros(len(scale)))
     behind: Any = (bias, *(params.as_lists() if params.stride else ()), *grid)
     if adds:
@@ -383,7 +422,11 @@ def saturates() -> bool:
     exact = 64 * 255.0 * 127.0
     for image, weight, params in (
         (x, codes, ConvParams()),
-        (x.view(1, 64, 4, 4), codes.view(64, 64, 1, 1), ConvParams((1, 1), (0, 0), (1, 1))),
+        (
+            x.view(1, 64, 4, 4),
+            codes.view(64, 64, 1, 1),
+            ConvParams((1, 1), (0, 0), (1, 1)),
+        ),
     ):
         weights = Int8Weights(weight, scale, None, 1.0, 0)
         run = Kernel(weight).bind(image.shape, weights, params, Epilogue())

@@ -60,7 +60,9 @@ def read_results_of_writes(trace: fx.GraphModule) -> bool:
     order = {node: number for number, node in enumerate(graph.nodes)}
     memory = memory_of_nodes(graph, trace)
     for node in order:
-        called = trace.get_submodule(str(node.target)) if node.op == "call_module" else None
+        called = (
+            trace.get_submodule(str(node.target)) if node.op == "call_module" else None
+        )
         if not writes(node, called):
             continue
         first = match.input_node(node)
@@ -84,7 +86,9 @@ def _replace(node: Node, new: Node) -> bool:
     return True
 
 
-def _call_instead(node: Node, function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+def _call_instead(
+    node: Node, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> bool:
     """Replace a node by the call of a function."""
     with node.graph.inserting_before(node):
         return _replace(node, node.graph.call_function(function, args, kwargs))
@@ -99,7 +103,10 @@ def drop_identity(trace: fx.GraphModule, node: Node) -> bool:
     does_nothing = (
         type(_module(trace, node)) in _IDENTITIES
         or match.is_inactive_dropout(node)
-        or (node.op == "call_module" and _returns_its_input(trace.get_submodule(node.target)))
+        or (
+            node.op == "call_module"
+            and _returns_its_input(trace.get_submodule(node.target))
+        )
     )
     return source is not None and does_nothing and _replace(node, source)
 
@@ -145,7 +152,9 @@ def select_chunk(trace: fx.GraphModule, node: Node) -> bool:
     method = operator_name(chunks.target)
     if method not in ("chunk", "split", "unbind") or not set(chunks.kwargs) <= {"dim"}:
         return False
-    return _call_instead(node, nth_chunk, source, method, index, *chunks.args[1:], **chunks.kwargs)
+    return _call_instead(
+        node, nth_chunk, source, method, index, *chunks.args[1:], **chunks.kwargs
+    )
 
 
 def open_quantized(trace: fx.GraphModule, node: Node) -> bool:
@@ -156,7 +165,9 @@ def open_quantized(trace: fx.GraphModule, node: Node) -> bool:
     """
     module: Any = _module(trace, node)
     operands = node.args
-    is_cat = isinstance(module, QuantCat) and isinstance(module.input_quantizer, TensorQuantizer)
+    is_cat = isinstance(module, QuantCat) and isinstance(
+        module.input_quantizer, TensorQuantizer
+    )
     if isinstance(module, QuantBinary) and not node.kwargs:
         quantizers = [module.input_quantizer, module.other_quantizer]
     elif is_cat and operands and set(node.kwargs) <= {"dim"}:
@@ -164,7 +175,9 @@ def open_quantized(trace: fx.GraphModule, node: Node) -> bool:
         quantizers = [module.quantizer_of(index) for index in range(len(operands))]
     else:
         return False
-    fits = len(operands) == len(quantizers) and all(isinstance(x, fx.Node) for x in operands)
+    fits = len(operands) == len(quantizers) and all(
+        isinstance(x, fx.Node) for x in operands
+    )
     if not fits or not all(active(q) is None or _static_qparams(q) for q in quantizers):
         return False
     pairs = zip(operands, map(_static_qparams, quantizers), strict=True)
@@ -184,7 +197,9 @@ def _static_qparams(quantizer: nn.Module) -> ByteQParams | None:
         or not switched_on.descriptor.fake_quant
     ):
         return None
-    qparams = None if switched_on.pre_quant_scale is not None else ByteQParams.of(switched_on)
+    qparams = (
+        None if switched_on.pre_quant_scale is not None else ByteQParams.of(switched_on)
+    )
     return qparams if isinstance(qparams, ByteQParams) else None
 
 

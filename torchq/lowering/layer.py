@@ -12,7 +12,12 @@ from torchq.descriptor import QuantDescriptor
 from torchq.errors import ExportError
 from torchq.functional import reduce_amax, scale_from_amax
 from torchq.functional.scale import divisor
-from torchq.lowering.codes import CodesModule, has_kernels, require_dtype, require_numbers
+from torchq.lowering.codes import (
+    CodesModule,
+    has_kernels,
+    require_dtype,
+    require_numbers,
+)
 from torchq.lowering.kernel import (
     ConvParams,
     Epilogue,
@@ -46,7 +51,9 @@ class DeployedLayer(CodesModule):
     ) -> None:
         super().__init__()
         self.register_buffer("weight_scale", scale)
-        self.register_buffer("bias", None if bias is None else bias.detach().to(torch.float32))
+        self.register_buffer(
+            "bias", None if bias is None else bias.detach().to(torch.float32)
+        )
         self.kernel = Kernel(codes)
         self.dtype = dtype
 
@@ -80,7 +87,9 @@ class DeployedLayer(CodesModule):
         if residual is None:
             return (self._runs.get(key) or self._keep(key, self._bind(x)))(x)
         key = key, residual.shape, residual.dtype
-        return (self._runs.get(key) or self._keep(key, self._bind(x, residual)))(x, residual)
+        return (self._runs.get(key) or self._keep(key, self._bind(x, residual)))(
+            x, residual
+        )
 
     def _bind(self, x: Tensor, residual: Tensor | None = None) -> Run:
         """Return the product as a function of codes, and residuals, like these."""
@@ -90,7 +99,9 @@ class DeployedLayer(CodesModule):
             return self.kernel.bind(x.shape, weights, *settings, residual)
         return lambda x, residual=None: reference(x, weights, *settings, residual)
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: Any, prefix: str, keep_vars: bool
+    ) -> None:
         destination[f"{prefix}weight_codes"] = self.weight_codes
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
@@ -109,7 +120,9 @@ class DeployedLayer(CodesModule):
 
     def _summary_row(self, out: str, note: str) -> tuple[str, int, str]:
         tensors = [b for b in (self.weight_scale, self.bias) if b is not None]
-        size = math.prod(self.kernel.shape) + sum(b.numel() * b.element_size() for b in tensors)
+        size = math.prod(self.kernel.shape) + sum(
+            b.numel() * b.element_size() for b in tensors
+        )
         name, problem = "onednn", ""
         if self.kernel.device.type != "cpu":
             name = "reference"
@@ -188,7 +201,9 @@ class Int8Layer(DeployedLayer):
     def epilogue(self) -> Epilogue:
         """See :meth:`DeployedLayer.epilogue`."""
         arguments = tuple(self.arguments)
-        return Epilogue(self.output_qparams, self.activation, arguments, self.residual_qparams)
+        return Epilogue(
+            self.output_qparams, self.activation, arguments, self.residual_qparams
+        )
 
     def variant(self) -> Int8Layer:
         """Return a second layer on the same tensors, for another place in a model."""
@@ -211,7 +226,11 @@ class Int8Layer(DeployedLayer):
         fused = [] if self.activation == "none" else [self.activation]
         if self.residual_qparams is not None:
             fused.append("add")
-        out = "uint8" if self.output_qparams is not None else str(self.dtype).removeprefix("torch.")
+        out = (
+            "uint8"
+            if self.output_qparams is not None
+            else str(self.dtype).removeprefix("torch.")
+        )
         return self._summary_row(out, " + ".join(fused))
 
     def extra_repr(self) -> str:

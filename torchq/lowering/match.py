@@ -10,7 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from torchq.graph import Operator, effects_of, forward_hook_kind, operator_name, operator_of
+from torchq.graph import (
+    Operator,
+    effects_of,
+    forward_hook_kind,
+    operator_name,
+    operator_of,
+)
 from torchq.lowering.traced import nth_chunk
 
 #: The name of an activation in :data:`~torchq.lowering.kernel.ACTIVATIONS`, and its arguments.
@@ -27,7 +33,9 @@ _ACTIVATIONS: dict[str, ActivationCall] = {
 #: Functions that drop values while training, and the position of their argument ``training``.
 #: The last one is torchvision's.
 _DROPOUT = {
-    **dict.fromkeys(("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"), 2),
+    **dict.fromkeys(
+        ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"), 2
+    ),
     "stochastic_depth": 3,
 }
 _WINDOW = ("kernel_size", "stride", "padding")
@@ -71,7 +79,11 @@ def row_of(node: fx.Node, trace: fx.GraphModule) -> Operator | None:
 
 def _name(node: fx.Node) -> str:
     """Return the name of the operator of a function or method; "" for other nodes."""
-    row = operator_of(node.target) if node.op in ("call_function", "call_method") else None
+    row = (
+        operator_of(node.target)
+        if node.op in ("call_function", "call_method")
+        else None
+    )
     return "" if row is None else row.name
 
 
@@ -82,7 +94,9 @@ def activation_of(node: fx.Node, trace: fx.GraphModule) -> ActivationCall | None
     """
     module = module_of(node, trace)
     row = row_of(node, trace)
-    in_place = node.kwargs.get("inplace", False) or len(node.args) > 1 or _ends_in_place(node)
+    in_place = (
+        node.kwargs.get("inplace", False) or len(node.args) > 1 or _ends_in_place(node)
+    )
     if module is not None:
         in_place = getattr(module, "inplace", False)
     activation = None if row is None else _ACTIVATIONS.get(row.name)
@@ -92,7 +106,11 @@ def activation_of(node: fx.Node, trace: fx.GraphModule) -> ActivationCall | None
         tanh = getattr(module, "approximate", node.kwargs.get("approximate")) == "tanh"
         activation = "gelu_tanh" if tanh else "gelu", ()
     source = input_node(node)
-    return None if in_place and source is not None and len(source.users) > 1 else activation
+    return (
+        None
+        if in_place and source is not None and len(source.users) > 1
+        else activation
+    )
 
 
 def _ends_in_place(node: fx.Node) -> bool:
@@ -111,7 +129,9 @@ def clamp_bounds(found: ActivationCall | None) -> tuple[float, float] | None:
 
 def is_inactive_dropout(node: fx.Node) -> bool:
     """Return True if ``node`` is a dropout function called with ``training=False``."""
-    place = _DROPOUT.get(operator_name(node.target)) if node.op == "call_function" else None
+    place = (
+        _DROPOUT.get(operator_name(node.target)) if node.op == "call_function" else None
+    )
     if place is None:
         return False
     positional = node.args[place] if len(node.args) > place else None
@@ -131,7 +151,9 @@ def add_operands(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 def concat_operands(node: fx.Node) -> list[fx.Node]:
     """Return the tensors that ``node`` concatenates; an empty list for other nodes."""
-    tensors = (*node.args, node.kwargs.get("tensors"))[0] if _name(node) == "cat" else None
+    tensors = (
+        (*node.args, node.kwargs.get("tensors"))[0] if _name(node) == "cat" else None
+    )
     if not isinstance(tensors, (list, tuple)):
         return []
     nodes = [tensor for tensor in tensors if isinstance(tensor, fx.Node)]
@@ -144,12 +166,18 @@ def view_source(node: fx.Node, trace: fx.GraphModule) -> fx.Node | None:
     Such a node commutes with every function of single values, rounding included.
     """
     source = input_node(node)
-    if node.target is operator.getitem:  # an item of a tuple or of a size rearranges nothing
+    if (
+        node.target is operator.getitem
+    ):  # an item of a tuple or of a size rearranges nothing
         module = module_of(source, trace)
         is_one_tensor = isinstance(module, (nn.Conv2d, nn.Linear, nn.ReLU)) or hasattr(
             module, "input_qparams"
         )
-        return source if is_one_tensor or (source and activation_of(source, trace)) else None
+        return (
+            source
+            if is_one_tensor or (source and activation_of(source, trace))
+            else None
+        )
     if node.target is nth_chunk or _repeats(node, trace) or _rearranges(node, trace):
         return source
     return None
@@ -190,9 +218,14 @@ def pool_of(node: fx.Node, trace: fx.GraphModule, *kinds: type) -> Any:
     row = row_of(node, trace)
     kind = next((k for k in kinds if row is not None and k in row.classes), None)
     if kind is not None and node.op != "call_module":
-        arguments = {**dict(zip(_POOLS[kind], node.args[1:], strict=False)), **node.kwargs}
+        arguments = {
+            **dict(zip(_POOLS[kind], node.args[1:], strict=False)),
+            **node.kwargs,
+        }
         pool = (
-            None if any(isinstance(v, fx.Node) for v in arguments.values()) else kind(**arguments)
+            None
+            if any(isinstance(v, fx.Node) for v in arguments.values())
+            else kind(**arguments)
         )
     fits = type(pool) in kinds and not getattr(pool, "return_indices", False)
     return pool if fits and input_node(node) is not None else None
@@ -204,7 +237,9 @@ def preserves_nonnegative(node: fx.Node, trace: fx.GraphModule) -> bool:
         return True
     if node.target is F.pad:
         return len(node.args) < 3 and node.kwargs.get("value") in (None, 0)
-    numbers = [v for v in (*node.args, *node.kwargs.values()) if isinstance(v, (int, float))]
+    numbers = [
+        v for v in (*node.args, *node.kwargs.values()) if isinstance(v, (int, float))
+    ]
     row = row_of(node, trace)
     row_keeps = row is not None and row.nonnegative == "kept"
     return row_keeps and all(bool(number >= 0) for number in numbers)

@@ -41,7 +41,9 @@ def carry_placeholder_(source: nn.Module, destination: nn.Module) -> None:
         add_placeholder_(destination, parameter.detach())
 
 
-def _leave_out(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+def _leave_out(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+) -> None:
     state.pop(prefix + PLACEHOLDER, None)
 
 

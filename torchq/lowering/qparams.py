@@ -81,7 +81,9 @@ class ByteQParams:
         """True where all codes of uint8 are used, so that no kernel needs to clamp."""
         return (self.quant_min, self.quant_max) == (0, 255)
 
-    def clamped(self, low: float, high: float, *, keep_zero: bool = False) -> ByteQParams:
+    def clamped(
+        self, low: float, high: float, *, keep_zero: bool = False
+    ) -> ByteQParams:
         """Return the quantization parameters of values that are clamped before.
 
         Exact, because rounding and clamping keep the order of values. Where no negative value is
@@ -96,7 +98,9 @@ class ByteQParams:
         quant_max = self._code(high)
         if quant_min < self.zero_point or keep_zero:
             return replace(self, quant_min=quant_min, quant_max=quant_max)
-        return ByteQParams(self.scale, 0, quant_min - self.zero_point, quant_max - self.zero_point)
+        return ByteQParams(
+            self.scale, 0, quant_min - self.zero_point, quant_max - self.zero_point
+        )
 
     def _code(self, value: float) -> int:
         """Return the code of a value; infinities saturate."""
@@ -119,10 +123,14 @@ class ByteQParams:
             uint8, the shape and memory format of ``x``.
         """
         low, high = self.bounds
-        x = x.detach() if x.requires_grad else x  # A call that changes nothing costs 2 us.
+        x = (
+            x.detach() if x.requires_grad else x
+        )  # A call that changes nothing costs 2 us.
         x, odd = torch.clamp(x.to(torch.float32), low, high), self.zero_point % 2
         offset = _OFFSETS[self.zero_point - odd]
-        rounded = x.div_(self.scale).add_(offset).view(torch.int32)  # its low bytes are the codes
+        rounded = (
+            x.div_(self.scale).add_(offset).view(torch.int32)
+        )  # its low bytes are the codes
         return (rounded.add_(1) if odd else rounded).to(torch.uint8)
 
     def dequantize(self, codes: Tensor) -> Tensor:

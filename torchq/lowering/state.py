@@ -28,7 +28,9 @@ def carried_state(model: nn.Module, example: Any) -> tuple[Any, tuple[str, ...]]
         before = dict(_state(model))
         outcome = call_model(model, example)
         after = dict(_state(model))
-        changed = [name for name, value in after.items() if not _same(before.get(name), value)]
+        changed = [
+            name for name, value in after.items() if not _same(before.get(name), value)
+        ]
         start.restore()
         if not changed:
             return outcome, ()
@@ -44,13 +46,18 @@ def _state(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for path, module in model.named_modules():
         if isinstance(module, TensorQuantizer):
             continue
-        attributes = {name: value for name, value in vars(module).items() if name not in _COMMON}
+        attributes = {
+            name: value for name, value in vars(module).items() if name not in _COMMON
+        }
         for name, value in {**attributes, **module._buffers}.items():
             full = child_path(path, name)
             if isinstance(value, Tensor):
                 yield full, value.detach().clone()
             else:
-                yield full, value.copy() if isinstance(value, (dict, list, set)) else value
+                yield (
+                    full,
+                    value.copy() if isinstance(value, (dict, list, set)) else value,
+                )
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -62,7 +69,9 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, list) and isinstance(other, list):
         return len(one) == len(other) and all(map(_same, one, other))
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(
+            _same(one[key], other[key]) for key in one
+        )
     if one is other:
         return True
     try:
@@ -85,7 +94,9 @@ def sets_attributes(module: nn.Module) -> bool:
 
 def _is_set(node: ast.AST) -> bool:
     """Return True for an attribute of ``self``, or an element of one, that is assigned."""
-    if not isinstance(node, (ast.Attribute, ast.Subscript)) or not isinstance(node.ctx, ast.Store):
+    if not isinstance(node, (ast.Attribute, ast.Subscript)) or not isinstance(
+        node.ctx, ast.Store
+    ):
         return False
     base: Any = node
     while isinstance(base, ast.Subscript):

@@ -18,7 +18,9 @@ class TracedModel(fx.GraphModule):
     An example is ``f`` and ``i`` of the layers of a detector. Copies and files keep them.
     """
 
-    def __init__(self, root: nn.Module, graph: fx.Graph, name: str, original: nn.Module) -> None:
+    def __init__(
+        self, root: nn.Module, graph: fx.Graph, name: str, original: nn.Module
+    ) -> None:
         super().__init__(root, graph, class_name=name)
         copy_plain_attributes(original, self)
         self.eval()
@@ -44,7 +46,12 @@ class TracedModel(fx.GraphModule):
             vars(root)[name] = vars(self)[name]
         vars(root).update(_plain_attributes(self, nn.Module()))
         rows = [
-            (n.op, n.name, n.target, fx.map_arg((n.args, n.kwargs), lambda x: _Name(x.name)))
+            (
+                n.op,
+                n.name,
+                n.target,
+                fx.map_arg((n.args, n.kwargs), lambda x: _Name(x.name)),
+            )
             for n in self.graph.nodes
         ]
         return _rebuilt, (type(self).__name__, root, rows)
@@ -60,7 +67,9 @@ def _rebuilt(name: str, root: nn.Module, rows: Sequence[Any]) -> TracedModel:
     graph = fx.Graph()
     nodes = dict[str, fx.Node]()
     for op, name_of_node, target, arguments in rows:
-        args, kwargs = map_aggregate(arguments, lambda a: nodes[a] if isinstance(a, _Name) else a)
+        args, kwargs = map_aggregate(
+            arguments, lambda a: nodes[a] if isinstance(a, _Name) else a
+        )
         nodes[name_of_node] = graph.create_node(op, target, args, kwargs, name_of_node)
     model = TracedModel(root, graph, name, root)
     carry_placeholder_(root, model)

@@ -34,7 +34,11 @@ from torchq.nn.modules.conv import (
     QuantConvTranspose2d,
     QuantConvTranspose3d,
 )
-from torchq.nn.modules.frozen_batchnorm import FROZEN_NORMS, freeze_norm_, unfreeze_norm_
+from torchq.nn.modules.frozen_batchnorm import (
+    FROZEN_NORMS,
+    freeze_norm_,
+    unfreeze_norm_,
+)
 from torchq.nn.modules.input_quantized import (
     InputQuantized,
     QuantAdaptiveAvgPool1d,
@@ -59,7 +63,12 @@ from torchq.nn.modules.input_quantized import (
     QuantSigmoid,
     QuantSiLU,
 )
-from torchq.nn.modules.linear import QuantBilinear, QuantEmbedding, QuantEmbeddingBag, QuantLinear
+from torchq.nn.modules.linear import (
+    QuantBilinear,
+    QuantEmbedding,
+    QuantEmbeddingBag,
+    QuantLinear,
+)
 from torchq.nn.modules.operators import (
     Add,
     Cat,

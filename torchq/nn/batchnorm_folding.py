@@ -47,7 +47,9 @@ class OutputScaling(nn.Module):
     def output_scale_obstacle(self, scale: Tensor) -> str | None:
         """Return why output channels cannot be scaled on the weight's own grid, or None."""
         quantizer = self.weight_quantizer
-        if any(getattr(q, "observing", False) for q in (self.input_quantizer, quantizer)):
+        if any(
+            getattr(q, "observing", False) for q in (self.input_quantizer, quantizer)
+        ):
             return "is being calibrated; finish the calibration first, or fuse before quantizing"
         calibrator = getattr(quantizer, "calibrator", None)
         if calibrator is not None and calibrator.seen:
@@ -70,7 +72,9 @@ class OutputScaling(nn.Module):
                 "round; fuse before quantizing"
             )
         obstacle = self.weight_grid_obstacle()
-        if obstacle is None or not (self._shares_ranges() and shares_factors(quantizer, factor)):
+        if obstacle is None or not (
+            self._shares_ranges() and shares_factors(quantizer, factor)
+        ):
             return obstacle
         return None
 
@@ -84,17 +88,21 @@ class OutputScaling(nn.Module):
             return None
         d = quantizer.descriptor
         obstacles = {
-            "has a pre_quant_scale on its weight": quantizer.pre_quant_scale is not None,
+            "has a pre_quant_scale on its weight": quantizer.pre_quant_scale
+            is not None,
             "has a delegate in its weight quantizer, which may compute anything": (
                 quantizer.delegate is not None
             ),
             "returns the codes of its weight in place of values": not d.fake_quant,
             "has its weight's range on the meta device": quantizer.amax.is_meta,
             f"has weight scales of a fixed form ({d}), which BatchNorm's factors have not": (
-                d.block_scale_format is not None and not isinstance(d.block_scale_format, ScaleType)
+                d.block_scale_format is not None
+                and not isinstance(d.block_scale_format, ScaleType)
             ),
         }
-        reason = next((obstacle for obstacle, is_so in obstacles.items() if is_so), None)
+        reason = next(
+            (obstacle for obstacle, is_so in obstacles.items() if is_so), None
+        )
         reason = reason or self._shared_ranges_obstacle()
         return None if reason is None else f"{reason}; fuse before quantizing"
 
@@ -113,7 +121,10 @@ class OutputScaling(nn.Module):
             return "has one range for the whole weight, as its target takes no more"
         if quantizer.descriptor.dynamic:
             return "takes one range of its whole weight at each call"
-        if isinstance(grid, PerTensor) or math.prod(grid.amax_shape(self.weight.shape)) == 1:
+        if (
+            isinstance(grid, PerTensor)
+            or math.prod(grid.amax_shape(self.weight.shape)) == 1
+        ):
             return None  # each channel gets this range
         return (
             f"has weight ranges that several output channels share ({quantizer.descriptor}); "
@@ -134,7 +145,9 @@ class OutputScaling(nn.Module):
         dims = self.weight.dim()
         if isinstance(grid, PerBlock):
             return self._range_axis() in (None, grid.axis % dims)
-        axes = {axis % dims for axis in grid.axes} if isinstance(grid, PerAxis) else set()
+        axes = (
+            {axis % dims for axis in grid.axes} if isinstance(grid, PerAxis) else set()
+        )
         if self._range_axis() is None:
             return not {0, 1} <= axes
         return self._range_axis() not in axes
@@ -181,14 +194,18 @@ class OutputScaling(nn.Module):
         """
         before = self.weight_quantizer
         after = getattr(folded, "weight_quantizer", None)
-        if not (isinstance(before, TensorQuantizer) and isinstance(after, TensorQuantizer)):
+        if not (
+            isinstance(before, TensorQuantizer) and isinstance(after, TensorQuantizer)
+        ):
             return None
         if not (_has_range(before) and before.quantizing):
             return None
         with torch.no_grad():
             weight = self.weight.detach()
             new = folded.get_parameter("weight").detach()
-            compared = GridComparison.of(before, weight, after, new, self.per_weight(scale))
+            compared = GridComparison.of(
+                before, weight, after, new, self.per_weight(scale)
+            )
             unlike = int(compared.unlike(outcome.changed, outcome.inexact).sum())
         if not unlike:
             return None
@@ -197,7 +214,9 @@ class OutputScaling(nn.Module):
             f" {str(weight.dtype).removeprefix('torch.')}); expected none. Fuse before quantizing"
         )
 
-    def norm_is_folded_(self, path: str, norm: str, quantizer: nn.Module | None) -> None:
+    def norm_is_folded_(
+        self, path: str, norm: str, quantizer: nn.Module | None
+    ) -> None:
         """Take over what the plan has for this layer once its BatchNorm is folded, in place.
 
         Args:
@@ -243,7 +262,9 @@ class OutputScaling(nn.Module):
                 return scale_weight_(quantizer, weight, factor)
             scale_range_(quantizer, weight, factor)
         none = torch.zeros_like(factor, dtype=torch.bool)
-        return ScaledWeight((weight.double() * factor).to(weight.dtype), none, none, none, none)
+        return ScaledWeight(
+            (weight.double() * factor).to(weight.dtype), none, none, none, none
+        )
 
     def _outcome(self, scaled: ScaledWeight, is_separated: bool) -> OutputFold:
         changed = scaled.saturated | scaled.rounded
@@ -305,14 +326,20 @@ class OutputScaling(nn.Module):
         module: Any = self
         if self.channel_axis == 0:
             return of_weight.flatten(1).any(1)
-        groups = module.groups  # (in, out / groups, ...) -> (groups, in / groups, out / groups, -1)
-        parts = of_weight.reshape(groups, -1, of_weight.shape[1], of_weight[0, 0].numel())
+        groups = (
+            module.groups
+        )  # (in, out / groups, ...) -> (groups, in / groups, out / groups, -1)
+        parts = of_weight.reshape(
+            groups, -1, of_weight.shape[1], of_weight[0, 0].numel()
+        )
         return parts.any(3).any(1).flatten()
 
     def per_weight(self, channelwise: Tensor) -> Tensor:
         """Return one value per output channel laid out over the weight, in float64."""
         module: Any = self
-        ones = torch.ones(self.weight.shape, dtype=torch.float64, device=self.weight.device)
+        ones = torch.ones(
+            self.weight.shape, dtype=torch.float64, device=self.weight.device
+        )
         channelwise = channelwise.to(ones.device)
         folded = fold_affine_after(
             ones,

@@ -30,7 +30,8 @@ QUANTIZED: Registry[type, type[QuantModule]] = Registry("quantized twin of")
 
 #: Why a module cannot quantize its result.
 _NO_OUTPUT = (
-    "cannot quantize its result; expected a convolution or linear layer without an output_quantizer"
+    "cannot quantize its result; expected a convolution or linear layer without an "
+    "output_quantizer"
 )
 _LEGACY_PREFIXES = ("_input_quantizer.", "_weight_quantizer.")
 
@@ -122,7 +123,9 @@ class QuantModule(nn.Module):
         A class overrides this method where a slot needs a descriptor of its own, such as an
         unsigned one for a softmax. The first slot of a kind keeps the rule's descriptor.
         """
-        inputs: dict[str, QuantDescriptor | None] = dict.fromkeys(cls.input_slots, input)
+        inputs: dict[str, QuantDescriptor | None] = dict.fromkeys(
+            cls.input_slots, input
+        )
         return inputs | dict.fromkeys(cls.weight_slots, weight)
 
     @classmethod
@@ -137,7 +140,11 @@ class QuantModule(nn.Module):
         A key is missing where these tensors have no quantizer.
         """
         descriptors = {}
-        kinds = {"input": self.input_slots, "weight": self.weight_slots, "output": ("output",)}
+        kinds = {
+            "input": self.input_slots,
+            "weight": self.weight_slots,
+            "output": ("output",),
+        }
         for name, slots in kinds.items():
             quantizer = getattr(self, f"{slots[0]}_quantizer", None) if slots else None
             if isinstance(quantizer, TensorQuantizer):
@@ -211,7 +218,9 @@ class QuantModule(nn.Module):
             if isinstance(quantizer, TensorQuantizer):
                 yield quantizer, cast(Tensor, getattr(self, slot))
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any
+    ) -> None:
         # Checkpoints of pytorch-quantization name the quantizers with a leading underscore.
         legacy = tuple(prefix + p for p in _LEGACY_PREFIXES)
         for key in [k for k in state_dict if k.startswith(legacy)]:
@@ -224,7 +233,9 @@ class QuantModule(nn.Module):
         }
         with_ranges = [child for key, child in ranges.items() if key in state_dict]
         if with_ranges:
-            args[2].extend(key for key, child in ranges.items() if child not in with_ranges)
+            args[2].extend(
+                key for key, child in ranges.items() if child not in with_ranges
+            )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -321,7 +332,11 @@ class _DerivedTwin(QuantModule):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class has no importable name: copies and pickles look it up by its float class.
-        return _blank_twin, (type(self).float_class,), *cast(Any, super().__reduce_ex__(2))[2:]
+        return (
+            _blank_twin,
+            (type(self).float_class,),
+            *cast(Any, super().__reduce_ex__(2))[2:],
+        )
 
 
 @cache
@@ -382,10 +397,14 @@ def convert_(
             f"{name}: forward was replaced on the instance; expected the class's own"
         )
     occupied = [
-        f"{slot}_quantizer" for slot in twin.slots() if hasattr(module, f"{slot}_quantizer")
+        f"{slot}_quantizer"
+        for slot in twin.slots()
+        if hasattr(module, f"{slot}_quantizer")
     ]
     if occupied:
-        raise QuantizationError(f"{name}: has {occupied[0]} already; expected a float module")
+        raise QuantizationError(
+            f"{name}: has {occupied[0]} already; expected a float module"
+        )
     with unchanged_on_error(module):
         change_class(module, twin)
         module.attach_quantizers(**twin.slot_descriptors(input, weight))  # type: ignore[operator]
@@ -397,7 +416,13 @@ def convert_(
 def revert_(module: QuantModule) -> nn.Module:
     """Make a quantized module float again, in place, and return it: the inverse of ``convert_``."""
     module.detach_quantizers()
-    for name in ("bias_format", "rounded_by", "after_fold", "one_weight_scale", "integer_kernel"):
+    for name in (
+        "bias_format",
+        "rounded_by",
+        "after_fold",
+        "one_weight_scale",
+        "integer_kernel",
+    ):
         vars(module).pop(name, None)
     change_class(module, type(module).float_class)
     return module
@@ -446,7 +471,14 @@ def unchanged_on_error(model: nn.Module) -> Iterator[None]:
 
 # What decides the result of a module, beside the methods that its class adds to nn.Module.
 _COMPUTING = frozenset(
-    ["forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__"]
+    [
+        "forward",
+        "__call__",
+        "_call_impl",
+        "_wrapped_call_impl",
+        "__getattr__",
+        "__getattribute__",
+    ]
 )
 # What a subclass may change of its base and still compute the same.
 _INITIALISING = frozenset(
@@ -457,9 +489,14 @@ _INITIALISING = frozenset(
 
 def changes_nothing(cls: type[nn.Module], base: type[nn.Module]) -> bool:
     """Return True if a subclass has no method that computes, and no property for weight or bias."""
-    added = {name for name in set(dir(base)) - set(dir(nn.Module)) if not name.startswith("__")}
+    added = {
+        name
+        for name in set(dir(base)) - set(dir(nn.Module))
+        if not name.startswith("__")
+    }
     return all(
-        inspect.getattr_static(cls, name, None) is inspect.getattr_static(base, name, None)
+        inspect.getattr_static(cls, name, None)
+        is inspect.getattr_static(base, name, None)
         for name in (added | _COMPUTING) - _INITIALISING | {"weight", "bias"}
     )
 
@@ -480,13 +517,17 @@ def unparametrized(cls: type[Any]) -> type[Any]:
 def parametrized_like(cls: type[Any], example: type[Any]) -> type[Any]:
     """Return a class below ``cls`` with the parametrized tensors of ``example``, as torch's."""
     body = {
-        key: value for key, value in vars(example).items() if key not in ("__dict__", "__weakref__")
+        key: value
+        for key, value in vars(example).items()
+        if key not in ("__dict__", "__weakref__")
     }
     name = f"Parametrized{cls.__name__}"
     return types.new_class(name, (cls,), {}, lambda space: space.update(body))
 
 
-def class_below(bases: tuple[type[Any], ...], name: str, doc: str, **body: Any) -> type[Any]:
+def class_below(
+    bases: tuple[type[Any], ...], name: str, doc: str, **body: Any
+) -> type[Any]:
     """Return a class for modules whose ``float_class``, and module, is the last of ``bases``."""
     cls = bases[-1]
     body |= {"float_class": cls, "__doc__": doc, "__module__": cls.__module__}

@@ -60,13 +60,17 @@ class Corrected(nn.Module):
     @property
     def _corrects(self) -> bool:
         quantizers: Any = (self.weight_quantizer, self.input_quantizer)
-        return self.is_corrected and any(getattr(q, "quantizing", False) for q in quantizers)
+        return self.is_corrected and any(
+            getattr(q, "quantizing", False) for q in quantizers
+        )
 
     def correct_output_(self, gain: Tensor | None, shift: Tensor) -> None:
         """Set the correction of results; see the attributes."""
         weight: Any = self.weight
         self.forget_correction()
-        with torch.inference_mode(False):  # training reads what was found in inference mode
+        with torch.inference_mode(
+            False
+        ):  # training reads what was found in inference mode
             if gain is not None:
                 self.output_gain = gain.detach().clone().to(weight)
             self.output_shift = shift.detach().clone().to(weight)
@@ -120,14 +124,20 @@ class Corrected(nn.Module):
         bias: Any = self.bias
         return (0,) if bias is None else tuple(bias.shape)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any
+    ) -> None:
         has_ranges = f"{prefix}weight_quantizer.amax" in state_dict
         stored = [state_dict.get(prefix + buffer.name) for buffer in CORRECTION]
         describes = has_ranges or any(value is not None for value in stored)
         if CORRECTION[1].name in self._buffers:
-            fits = all(getattr(v, "shape", (0,)) in ((0,), self._channels()) for v in stored)
+            fits = all(
+                getattr(v, "shape", (0,)) in ((0,), self._channels()) for v in stored
+            )
             if describes and fits:  # A wrong shape stays an error of torch.
-                follow_keys(self, CORRECTION, state_dict, prefix, cast(Any, self).weight)
+                follow_keys(
+                    self, CORRECTION, state_dict, prefix, cast(Any, self).weight
+                )
             elif self.is_corrected and self._has_other_weights(state_dict, prefix):
                 self.forget_correction()  # It was fitted to the weights before.
         missing: list[str] = args[2]
@@ -141,7 +151,11 @@ class Corrected(nn.Module):
         """Return True if a state dict has another weight or bias than the layer."""
         for name, parameter in self.named_parameters(recurse=False):
             value = state_dict.get(prefix + name)
-            if isinstance(value, Tensor) and not value.is_meta and not parameter.is_meta:
+            if (
+                isinstance(value, Tensor)
+                and not value.is_meta
+                and not parameter.is_meta
+            ):
                 same = value.shape == parameter.shape and torch.equal(
                     value.to(parameter), parameter
                 )
@@ -183,14 +197,19 @@ def corrected_layers(model: nn.Module) -> list[Corrected]:
 def forget_corrections(model: nn.Module) -> None:
     """Let all layers of a model compute without a correction."""
     for layer in model.modules():
-        if isinstance(layer, Corrected) and (layer.is_corrected or layer.needs_no_correction):
+        if isinstance(layer, Corrected) and (
+            layer.is_corrected or layer.needs_no_correction
+        ):
             layer.forget_correction()
 
 
 @contextmanager
 def without_corrections(model: nn.Module) -> Iterator[None]:
     """Let all layers of a model compute without a correction, inside the ``with`` block."""
-    held = [(layer, layer.output_gain, layer.output_shift) for layer in corrected_layers(model)]
+    held = [
+        (layer, layer.output_gain, layer.output_shift)
+        for layer in corrected_layers(model)
+    ]
     try:
         forget_corrections(model)
         yield

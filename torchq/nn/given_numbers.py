@@ -13,11 +13,15 @@ from torchq.functional import QParams
 
 def checked_numbers(where: str, what: str, value: Any, device: torch.device) -> Tensor:
     """Return a copy of numbers as finite float32: >= 0, or <= 0 for those called amin."""
-    expected = f"expected finite numbers {'<=' if what == 'amin' else '>='} 0 that fit float32"
+    expected = (
+        f"expected finite numbers {'<=' if what == 'amin' else '>='} 0 that fit float32"
+    )
     try:
         numbers = as_tensor(value).detach()
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise ConfigError(f"{where}: got an {what} of which {error}; {expected}") from None
+        raise ConfigError(
+            f"{where}: got an {what} of which {error}; {expected}"
+        ) from None
     if numbers.is_complex() or numbers.numel() == 0:
         shown = f"{what} of dtype {numbers.dtype} and shape {tuple(numbers.shape)}"
         raise ConfigError(f"{where}: got {shown}; {expected}")
@@ -32,7 +36,9 @@ def checked_qparams(
     where: str, d: QuantDescriptor, scale: Any, zero_point: Any, device: torch.device
 ) -> QParams:
     """Return a scale (float32) and a zero point (int32) that a quantizer can hold as they are."""
-    typed = d.block_scale_format if isinstance(d.block_scale_format, ScaleType) else None
+    typed = (
+        d.block_scale_format if isinstance(d.block_scale_format, ScaleType) else None
+    )
     rounded = d.block_scale_format is not None and typed is None
     if d.learn_amax or d.dynamic or d.scale_amax is not None or rounded:
         raise ConfigError(
@@ -42,12 +48,16 @@ def checked_qparams(
     scales = checked_numbers(where, "scale", scale, device)
     point = as_tensor(zero_point).to(device)
     point = point.expand(scales.shape) if point.numel() == 1 else point
-    if point.shape != scales.shape or (d.granularity == PerTensor() and scales.numel() != 1):
+    if point.shape != scales.shape or (
+        d.granularity == PerTensor() and scales.numel() != 1
+    ):
         raise ConfigError(
             f"{where}: got a scale of shape {tuple(scales.shape)} and a zero point of shape "
             f"{tuple(point.shape)} for {d}; expected equal shapes, with one element per tensor"
         )
-    low, high = (0, 0) if d.symmetric else (int(d.format.quant_min), int(d.format.quant_max))
+    low, high = (
+        (0, 0) if d.symmetric else (int(d.format.quant_min), int(d.format.quant_max))
+    )
     is_code = (point >= low) & (point <= high) & (point == point.to(torch.int32))
     if not point.is_meta and not bool(is_code.all()):
         raise ConfigError(
@@ -56,7 +66,11 @@ def checked_qparams(
         )
     smallest = torch.finfo(torch.float32).tiny
     is_scale = (scales >= smallest) & (scales * d.format.qmax < torch.inf)
-    if typed is not None and not scales.is_meta and not scales.equal(typed.snap_(scales.clone())):
+    if (
+        typed is not None
+        and not scales.is_meta
+        and not scales.equal(typed.snap_(scales.clone()))
+    ):
         raise ConfigError(
             f"{where}: got scales up to {float(scales.max()):.9g} for {d}; expected numbers that "
             f"{typed} holds. Use set_amax, whose scales are rounded"

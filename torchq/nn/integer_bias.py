@@ -28,7 +28,9 @@ def kernel_bias(layer: Any, bias: Tensor | None) -> Tensor | None:
     with torch.no_grad():
         exact = bias.detach().to(torch.float32)
         change = (torch.round(exact / step) * step).to(bias.dtype) - bias.detach()
-    return bias + change  # exact, as the change is no larger than the bias or the rounded one
+    return (
+        bias + change
+    )  # exact, as the change is no larger than the bias or the rounded one
 
 
 def bias_steps(layer: Any, bias: Tensor | None) -> Tensor | None:

@@ -81,7 +81,9 @@ class IntegerKernel:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.runtime, self.result)
 
-    def kept(self, settings: tuple[Any, ...], tensors: tuple[Tensor | None, ...], make: Any) -> Any:
+    def kept(
+        self, settings: tuple[Any, ...], tensors: tuple[Tensor | None, ...], make: Any
+    ) -> Any:
         """Return what ``make`` gives for the formulas, again where settings or numbers change."""
 
         def made() -> Any:
@@ -93,14 +95,20 @@ class IntegerKernel:
 
         return self._numbers.get(settings, tensors, made)
 
-    def adds(self, grids: tuple[CodeGrid, ...]) -> Callable[[Tensor, Tensor], Tensor] | None:
+    def adds(
+        self, grids: tuple[CodeGrid, ...]
+    ) -> Callable[[Tensor, Tensor], Tensor] | None:
         """Return the function of codes of the first two grids that gives those of the third."""
         first, second, to = (grid.qparams for grid in grids)
         add: Callable[[Tensor, Tensor], Tensor] | None
-        add = self.kept(grids, (), lambda arithmetic: arithmetic.adds(first, second, to))
+        add = self.kept(
+            grids, (), lambda arithmetic: arithmetic.adds(first, second, to)
+        )
         return add
 
-    def averages(self, grids: tuple[CodeGrid, ...]) -> Callable[[Tensor, int], Tensor] | None:
+    def averages(
+        self, grids: tuple[CodeGrid, ...]
+    ) -> Callable[[Tensor, int], Tensor] | None:
         """Return the function of sums of codes of the first grid that gives codes of the second."""
         of, to = (grid.qparams for grid in grids)
         average: Callable[[Tensor, int], Tensor] | None
@@ -121,8 +129,13 @@ def evaluation_of(model: nn.Module) -> str:
         kernel = getattr(module, "integer_kernel", None)
         if isinstance(kernel, IntegerKernel) and kernel.arithmetic is not None:
             before = is_rounded.get(kernel.runtime, False)
-            is_rounded[kernel.runtime] = before or bool(getattr(module, "rounded_by", ""))
-    lines = (evaluation_line(name, on_integers=rounded) for name, rounded in is_rounded.items())
+            is_rounded[kernel.runtime] = before or bool(
+                getattr(module, "rounded_by", "")
+            )
+    lines = (
+        evaluation_line(name, on_integers=rounded)
+        for name, rounded in is_rounded.items()
+    )
     return "; ".join(lines)
 
 
@@ -178,7 +191,9 @@ def integer_product(layer: Any, x: Tensor, multiply: Multiply) -> Tensor | None:
     if kernel is None or layer.training or not are_plain_numbers(x):
         return None
     of_input, of_weight = layer.input_quantizer, layer.weight_quantizer
-    if not (isinstance(of_input, TensorQuantizer) and isinstance(of_weight, TensorQuantizer)):
+    if not (
+        isinstance(of_input, TensorQuantizer) and isinstance(of_weight, TensorQuantizer)
+    ):
         return None
     grid = of_input.fixed_grid()
     product = None if grid is None else _product_of(layer, kernel, grid)
@@ -191,7 +206,9 @@ def integer_product(layer: Any, x: Tensor, multiply: Multiply) -> Tensor | None:
     # A hook has changed what a quantizer returns.
     if weight is None:
         weight = _plain_weight(of_weight, layer.weight)
-    simulated: Tensor = layer.simulated(_values(codes, grid), weight, layer.bias, multiply)
+    simulated: Tensor = layer.simulated(
+        _values(codes, grid), weight, layer.bias, multiply
+    )
     return simulated
 
 
@@ -202,7 +219,9 @@ class _OffTheGrid:
     values: Tensor
 
 
-def _codes(quantizer: TensorQuantizer, grid: CodeGrid, x: Tensor) -> Tensor | _OffTheGrid:
+def _codes(
+    quantizer: TensorQuantizer, grid: CodeGrid, x: Tensor
+) -> Tensor | _OffTheGrid:
     """Return the codes of an input; hooks of the quantizer see its call, and may change it."""
     if not _is_watched(quantizer):
         factors = quantizer.pre_quant_scale
@@ -234,7 +253,11 @@ def _plain_weight(quantizer: TensorQuantizer, weight: Tensor) -> Tensor:
 def _product_of(layer: Any, kernel: IntegerKernel, grid: CodeGrid) -> _Product | None:
     """Return the numbers of a layer as its ranges and weights are now; None if it simulates."""
     quantizer = layer.weight_quantizer
-    if not quantizer.quantizing or quantizer.observing or quantizer.delegate is not None:
+    if (
+        not quantizer.quantizing
+        or quantizer.observing
+        or quantizer.delegate is not None
+    ):
         return None
     result = kernel.result
     to = None if result is None else result.fixed_grid()
@@ -242,12 +265,24 @@ def _product_of(layer: Any, kernel: IntegerKernel, grid: CodeGrid) -> _Product |
         return None
     marks = layer.bias_format, layer.rounded_by, layer.after_fold
     settings = (grid, to, quantizer.descriptor, *marks)
-    of_weight = quantizer.amax, quantizer._buffers.get("held_scale"), quantizer.pre_quant_scale
-    tensors = (layer.weight, layer.bias, *of_weight, layer.output_gain, layer.output_shift)
+    of_weight = (
+        quantizer.amax,
+        quantizer._buffers.get("held_scale"),
+        quantizer.pre_quant_scale,
+    )
+    tensors = (
+        layer.weight,
+        layer.bias,
+        *of_weight,
+        layer.output_gain,
+        layer.output_shift,
+    )
     if any(t is not None and t.device.type != "cpu" for t in tensors):
         return None
     product: _Product | None
-    product = kernel.kept(settings, tensors, lambda found: _made(layer, found, grid, to))
+    product = kernel.kept(
+        settings, tensors, lambda found: _made(layer, found, grid, to)
+    )
     return product
 
 
@@ -258,7 +293,9 @@ def _made(
     is_float = not layer.rounded_by
     if any(layer.after_fold):
         return None
-    if layer.weight.dtype is not torch.float32 or not _has_whole_weights(layer.weight_quantizer):
+    if layer.weight.dtype is not torch.float32 or not _has_whole_weights(
+        layer.weight_quantizer
+    ):
         return None
     quantizer, weight, bias = _with_correction(layer)
     if bool(raises_step(layer, bias).any()) or bool(quantizer.dead_ranges().any()):
@@ -280,7 +317,9 @@ def _has_whole_weights(quantizer: TensorQuantizer) -> bool:
     d = quantizer.descriptor
     is_plain = type(quantizer) is TensorQuantizer and quantizer.pre_quant_scale is None
     is_fixed = quantizer.calibrated and not d.dynamic and d.fake_quant
-    is_whole = isinstance(d.format, IntFormat) and d.format.bits <= _BYTE and d.symmetric
+    is_whole = (
+        isinstance(d.format, IntFormat) and d.format.bits <= _BYTE and d.symmetric
+    )
     return is_plain and is_fixed and is_whole and d.block_size is None
 
 
@@ -363,7 +402,10 @@ class _Sums:
             return False
         dims = self._weight.dim()
         if dims == 2:  # a linear layer: some rows
-            codes, sums = codes.reshape(-1, codes.shape[-1]), sums.reshape(-1, sums.shape[-1])
+            codes, sums = (
+                codes.reshape(-1, codes.shape[-1]),
+                sums.reshape(-1, sums.shape[-1]),
+            )
             codes, sums = codes[:_ROWS], sums[:_ROWS]
         elif codes.dim() == dims:
             codes, sums = codes[:1], sums[:1]
@@ -382,7 +424,9 @@ def _parts(weight: Tensor, bias: Tensor | None, grid: CodeGrid) -> tuple[Tensor,
     Nothing where one channel alone may be too large.
     """
     # (out, in): the most that the products of one input channel add up to, in either direction.
-    flat = weight.flatten(2).double() if weight.dim() > 2 else weight.double()[..., None]
+    flat = (
+        weight.flatten(2).double() if weight.dim() > 2 else weight.double()[..., None]
+    )
     positive = flat.clamp_min(0).sum(2)
     negative = flat.clamp_max(0).sum(2).neg_()
     upper = positive * grid.high - negative * grid.low
@@ -441,7 +485,12 @@ def integer_mean(layer: Any, x: Any) -> Tensor | None:
         Values of codes, not clamped to the ends of their type; None where the layer simulates.
     """
     kernel: IntegerKernel | None = layer.integer_kernel
-    if kernel is None or not layer.rounded_by or layer.training or not are_plain_numbers(x):
+    if (
+        kernel is None
+        or not layer.rounded_by
+        or layer.training
+        or not are_plain_numbers(x)
+    ):
         return None
     grids = _grids(layer.input_quantizer, kernel.result)
     average = None if grids is None else kernel.averages(grids)
@@ -461,7 +510,9 @@ def _grids(*quantizers: Any) -> tuple[CodeGrid, ...] | None:
     """Return the grids of quantizers; None where one has none."""
     grids = []
     for quantizer in quantizers:
-        grid = quantizer.fixed_grid() if isinstance(quantizer, TensorQuantizer) else None
+        grid = (
+            quantizer.fixed_grid() if isinstance(quantizer, TensorQuantizer) else None
+        )
         if grid is None:
             return None
         grids.append(grid)

@@ -27,7 +27,10 @@ class KeptNumbers(Generic[T]):
         self._kept: tuple[tuple[Any, ...], tuple[Tensor | None, ...], T] | None = None
 
     def get(
-        self, settings: tuple[Any, ...], tensors: Sequence[Tensor | None], make: Callable[[], T]
+        self,
+        settings: tuple[Any, ...],
+        tensors: Sequence[Tensor | None],
+        make: Callable[[], T],
     ) -> T:
         """Return what ``make`` returned for these settings and numbers, or returns now.
 
@@ -37,7 +40,11 @@ class KeptNumbers(Generic[T]):
             make: reads them.
         """
         kept = self._kept  # Another thread may replace it meanwhile.
-        if kept is not None and _are_same(kept[0], settings) and _hold_same(kept[1], tensors):
+        if (
+            kept is not None
+            and _are_same(kept[0], settings)
+            and _hold_same(kept[1], tensors)
+        ):
             return kept[2]
         made = make()
         with torch.inference_mode(False), torch.no_grad():

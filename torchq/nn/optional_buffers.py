@@ -38,7 +38,9 @@ class OptionalBuffer:
         if self.absent == "none":
             module.register_buffer(self.name, None)
         elif self.absent == "empty":
-            module.register_buffer(self.name, torch.empty(0, dtype=like.dtype, device=like.device))
+            module.register_buffer(
+                self.name, torch.empty(0, dtype=like.dtype, device=like.device)
+            )
 
     def make_room(self, module: nn.Module, value: Tensor, like: Tensor) -> None:
         """Let a module have the buffer, of the shape of ``value``; its numbers are not set."""
@@ -102,7 +104,10 @@ def lacking_keys(
 
 
 def register_assigned(
-    module: nn.Module, buffers: Iterable[OptionalBuffer], state_dict: Mapping[str, Any], prefix: str
+    module: nn.Module,
+    buffers: Iterable[OptionalBuffer],
+    state_dict: Mapping[str, Any],
+    prefix: str,
 ) -> None:
     """Make buffers again of what a load with ``assign`` left as attributes of a module."""
     for buffer in buffers:

@@ -49,7 +49,9 @@ def share_quantizers_(model: nn.Module, paths: Sequence[str]) -> TensorQuantizer
     if all(quantizer is first for quantizer in quantizers):
         return first
     for path, quantizer in zip(paths, quantizers, strict=True):
-        if quantizer.descriptor.replace(name=None) != first.descriptor.replace(name=None):
+        if quantizer.descriptor.replace(name=None) != first.descriptor.replace(
+            name=None
+        ):
             raise ConfigError(
                 f"share: {path} is {quantizer.descriptor}; expected {first.descriptor}, "
                 f"as {paths[0]}"
@@ -61,7 +63,9 @@ def share_quantizers_(model: nn.Module, paths: Sequence[str]) -> TensorQuantizer
             )
     calibrated = [q for q in quantizers if q.calibrated and not q.amax.is_meta]
     if calibrated:
-        widest = reduce(Range.joined, (q.range.map(torch.Tensor.detach) for q in calibrated))
+        widest = reduce(
+            Range.joined, (q.range.map(torch.Tensor.detach) for q in calibrated)
+        )
         pairs = zip(first.range.ends(), widest.ends(), strict=True)
         # A scale that the first one holds as it is stays, if it is the widest.
         if not all(torch.equal(end, wide) for (_, end), (_, wide) in pairs):

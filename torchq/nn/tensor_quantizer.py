@@ -160,7 +160,11 @@ class TensorQuantizer(nn.Module):
             raise ConfigError(
                 f"{self._label}: got {name}={short_repr(value)}; expected True or False"
             )
-        if name in ("amax", "amin") and name in self._buffers and isinstance(value, (int, float)):
+        if (
+            name in ("amax", "amin")
+            and name in self._buffers
+            and isinstance(value, (int, float))
+        ):
             raise ConfigError(
                 f"{self._label}: got {name}={value}; expected a tensor. Call set_amax(number)"
             )
@@ -184,7 +188,9 @@ class TensorQuantizer(nn.Module):
 
     def __dir__(self) -> list[str]:
         """Return the names of all attributes, without the scale where there is none yet."""
-        return [name for name in super().__dir__() if name != "scale" or self.calibrated]
+        return [
+            name for name in super().__dir__() if name != "scale" or self.calibrated
+        ]
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` scaled, observed and quantized, as the switches say."""
@@ -199,7 +205,9 @@ class TensorQuantizer(nn.Module):
         if not self.quantizing:
             return x
         try:
-            return self.apply_own(x) if self._delegate is None else self._delegate(x, self)
+            return (
+                self.apply_own(x) if self._delegate is None else self._delegate(x, self)
+            )
         except ConfigError as error:  # the range does not fit the tensor
             raise ConfigError(f"{self._label}: {error}") from error
 
@@ -221,7 +229,12 @@ class TensorQuantizer(nn.Module):
         the quantizer is off, observes, has a delegate, no range, several ranges or a dead one.
         """
         kept = self._kept_grid
-        if kept is None or not self.quantizing or self.observing or self._delegate is not None:
+        if (
+            kept is None
+            or not self.quantizing
+            or self.observing
+            or self._delegate is not None
+        ):
             return None
         # Without the look-up of torch's modules: this runs in each call.
         buffers = self._buffers
@@ -269,7 +282,10 @@ class TensorQuantizer(nn.Module):
 
     def _held(self) -> tuple[Tensor, Tensor | None]:
         """Return the scale and the zero point that are held; None for a symmetric range."""
-        return self.held_scale, None if self.descriptor.symmetric else self.held_zero_point
+        return (
+            self.held_scale,
+            None if self.descriptor.symmetric else self.held_zero_point,
+        )
 
     @property
     def delegate(self) -> Delegate | None:
@@ -342,7 +358,9 @@ class TensorQuantizer(nn.Module):
         if not (self.descriptor.scale_range_grad and is_training):
             return end
         with constant_while_tracing():
-            factor = range_gradient_scale(x.numel(), end.numel(), self.descriptor.format)
+            factor = range_gradient_scale(
+                x.numel(), end.numel(), self.descriptor.format
+            )
         return scale_gradient(end, factor)
 
     @property
@@ -383,7 +401,9 @@ class TensorQuantizer(nn.Module):
         if "held_scale" in self._buffers:
             scale, point = self._held()
             zeros = torch.zeros_like(scale, dtype=torch.int32)
-            parameters = QParams(scale.to(dtype), zeros if point is None else point, d.format)
+            parameters = QParams(
+                scale.to(dtype), zeros if point is None else point, d.format
+            )
         elif x is not None:
             ends = self.range_for(x).map(lambda end: end.detach().to(dtype))
             parameters = ends.qparams(d.format, d.block_scale_format)
@@ -452,7 +472,9 @@ class TensorQuantizer(nn.Module):
         """Set the range to ends by name; where a scale is too small, a warning says so."""
         with torch.inference_mode(False), torch.no_grad():
             device = self.amax.device
-            numbers = [checked_numbers(self._label, *pair, device) for pair in ends.items()]
+            numbers = [
+                checked_numbers(self._label, *pair, device) for pair in ends.items()
+            ]
             if numbers[0].shape != numbers[-1].shape:
                 raise ConfigError(
                     f"{self._label}: got amin of shape {tuple(numbers[-1].shape)} and amax of "
@@ -503,7 +525,9 @@ class TensorQuantizer(nn.Module):
         with torch.inference_mode(False), torch.no_grad():
             checked = checked_qparams(self._label, d, scale, point, self.amax.device)
             self.range = Range.of_qparams(checked, symmetric=d.symmetric)
-            values = (checked.scale,) if d.symmetric else (checked.scale, checked.zero_point)
+            values = (
+                (checked.scale,) if d.symmetric else (checked.scale, checked.zero_point)
+            )
             for buffer, value in zip(HELD, values, strict=False):
                 self.register_buffer(buffer.name, value)
 
@@ -560,7 +584,9 @@ class TensorQuantizer(nn.Module):
     def _search(self, method: str | None = None) -> Callable[..., Range] | None:
         """Return the range search for tensors that exist as a whole, or None for a calibrator."""
         d = self.descriptor
-        if method in (None, d.calib_method) and d.calib_options:  # They configure a calibrator.
+        if (
+            method in (None, d.calib_method) and d.calib_options
+        ):  # They configure a calibrator.
             return None
         return SEARCHES.get(method or d.calib_method)
 
@@ -649,7 +675,11 @@ class TensorQuantizer(nn.Module):
         d = self.descriptor
         is_symmetric = self.descriptor.symmetric and not self.keeps_sign
         has_choice = "unsigned" in self._buffers
-        return d.replace(unsigned="auto") if has_choice else d.replace(symmetric=is_symmetric)
+        return (
+            d.replace(unsigned="auto")
+            if has_choice
+            else d.replace(symmetric=is_symmetric)
+        )
 
     def keep_unsigned(self) -> None:
         """Let the codes be unsigned for good, as a plan says; calibration warns of other data."""
@@ -697,7 +727,9 @@ class TensorQuantizer(nn.Module):
                     now.grad = now.grad.to(torch.float32)
         return self
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: Any, prefix: str, keep_vars: bool
+    ) -> None:
         """Save the tensors; a shared quantizer owns them by its first path, others have copies.
 
         Libraries that write safetensors refuse, or remove, names that share memory.
@@ -711,22 +743,32 @@ class TensorQuantizer(nn.Module):
             if tensor is not None and _stands_elsewhere(tensor, key, name, destination):
                 destination[key] = tensor.clone()
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any
+    ) -> None:
         for old, new in _LEGACY_KEYS.items():
             if prefix + old in state_dict:
                 state_dict[prefix + new] = state_dict.pop(prefix + old)
-        describes = prefix + "amax" in state_dict  # A float checkpoint leaves all as it is.
+        describes = (
+            prefix + "amax" in state_dict
+        )  # A float checkpoint leaves all as it is.
         held = HELD[:1] if self.descriptor.symmetric else HELD
         if describes:
-            optional_buffers.follow_keys(self, (*FACTORS, *HELD), state_dict, prefix, self.amax)
+            optional_buffers.follow_keys(
+                self, (*FACTORS, *HELD), state_dict, prefix, self.amax
+            )
         for end in self._ends:
             key = prefix + end
             if key in state_dict:
                 state_dict[key] = state_dict[key].to(torch.float32)
                 if state_dict[key].shape != getattr(self, end).shape:
-                    self._adopt(torch.empty_like(state_dict[key], device=self.amax.device), end)
+                    self._adopt(
+                        torch.empty_like(state_dict[key], device=self.amax.device), end
+                    )
         missing = args[2]
-        before = list(missing)  # The layer may have named this range, which it knows to be lost.
+        before = list(
+            missing
+        )  # The layer may have named this range, which it knows to be lost.
         super()._load_from_state_dict(state_dict, prefix, *args)
         if describes:
             # The range was set too, and a range that is set drops what is held.
@@ -734,7 +776,9 @@ class TensorQuantizer(nn.Module):
             missing += optional_buffers.lacking_keys(held, state_dict, prefix)
         else:
             optional = [buffer.name for buffer in (*FACTORS, *HELD)]
-            optional_keys = {prefix + name for name in ("amax", "amin", "unsigned", *optional)}
+            optional_keys = {
+                prefix + name for name in ("amax", "amin", "unsigned", *optional)
+            }
             added = missing[len(before) :]
             missing[:] = before + [name for name in added if name not in optional_keys]
         if prefix + "unsigned" in state_dict and "unsigned" in self._buffers:
@@ -748,7 +792,9 @@ class TensorQuantizer(nn.Module):
         if self.keeps_sign:
             self.get_buffer("unsigned").fill_(1)
             if value == 0:
-                errors.append(f"{prefix}unsigned: got 0; expected 1, which the plan has fixed")
+                errors.append(
+                    f"{prefix}unsigned: got 0; expected 1, which the plan has fixed"
+                )
         elif value not in (_UNDECIDED, 0, 1):
             errors.append(f"{prefix}unsigned: got {value}; expected -1, 0 or 1")
         else:
@@ -778,7 +824,9 @@ class TensorQuantizer(nn.Module):
         return description if self._delegate is None else f"{description}, delegated"
 
 
-def _stands_elsewhere(tensor: Tensor, key: str, name: str, state: Mapping[str, Tensor]) -> bool:
+def _stands_elsewhere(
+    tensor: Tensor, key: str, name: str, state: Mapping[str, Tensor]
+) -> bool:
     """Return whether a state dict holds the tensor of ``key`` under another path too."""
     return any(
         other != key and other.endswith(name) and value.data_ptr() == tensor.data_ptr()

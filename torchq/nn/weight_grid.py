@@ -45,7 +45,9 @@ class ScaledWeight:
     dead: Tensor
 
 
-def scale_weight_(quantizer: TensorQuantizer, weight: Tensor, factor: Tensor) -> ScaledWeight:
+def scale_weight_(
+    quantizer: TensorQuantizer, weight: Tensor, factor: Tensor
+) -> ScaledWeight:
     """Multiply the range of a weight by factors, in place, and return the weight on its new grid.
 
     Args:
@@ -106,9 +108,13 @@ def scale_range_(quantizer: TensorQuantizer, weight: Tensor, factor: Tensor) -> 
         quantizer.set_qparams(live.float(), None if d.symmetric else point)
     else:
         gone = gone | quantizer.dead_ranges().reshape(gone.shape)
-        ends = Range.of_qparams(replace(old, scale=scale, zero_point=point), symmetric=d.symmetric)
+        ends = Range.of_qparams(
+            replace(old, scale=scale, zero_point=point), symmetric=d.symmetric
+        )
         in_use = d.scale_amax or 1.0
-        quantizer.range = ends.map(lambda end: torch.where(gone, 0.0, end / in_use).float())
+        quantizer.range = ends.map(
+            lambda end: torch.where(gone, 0.0, end / in_use).float()
+        )
     return quantizer.qparams(weight)
 
 
@@ -206,7 +212,9 @@ class GridComparison:
         spacing = step.expand_as(products)
         format = after.descriptor.format
         if isinstance(format, FloatFormat):
-            spacing = torch.maximum(spacing, products.abs() * 2.0**-format.mantissa_bits)
+            spacing = torch.maximum(
+                spacing, products.abs() * 2.0**-format.mantissa_bits
+            )
         return cls(
             (new != old * factor.sign()) & (products.abs() > nothing),
             (new * step - products).abs(),
@@ -237,7 +245,9 @@ def scale_rounding(quantizer: TensorQuantizer) -> float:
 def _mirrored(quantizer: TensorQuantizer, codes: Tensor, factor: Tensor) -> Tensor:
     """Return codes with the signs of the factors; those of two ends change places at the middle."""
     d = quantizer.descriptor
-    other_side = -codes if d.symmetric else d.format.quant_min + d.format.quant_max - codes
+    other_side = (
+        -codes if d.symmetric else d.format.quant_min + d.format.quant_max - codes
+    )
     return torch.where(factor < 0, other_side, codes)
 
 

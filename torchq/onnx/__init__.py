@@ -4,7 +4,10 @@ The optional packages (``onnx``, ``onnx_ir``, ``onnxscript``, ``onnxruntime``) a
 they are used first.
 """
 
-from torchq.onnx.calibration_cache import apply_calibration_cache, read_calibration_cache
+from torchq.onnx.calibration_cache import (
+    apply_calibration_cache,
+    read_calibration_cache,
+)
 from torchq.onnx.encodings import (
     EncodingsReport,
     apply_encodings,

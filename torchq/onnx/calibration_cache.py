@@ -25,7 +25,9 @@ from torchq.workflow import calibrate_weights, quantizers
 
 _HEADER = re.compile(r"TRT-\d+-\w+")
 _QMAX = 127.0
-_EXPECTED = "expected a first line like TRT-8401-EntropyCalibration2, then 'tensor: 3c010a14'"
+_EXPECTED = (
+    "expected a first line like TRT-8401-EntropyCalibration2, then 'tensor: 3c010a14'"
+)
 
 
 def read_calibration_cache(path: str | os.PathLike[str]) -> dict[str, float]:
@@ -59,7 +61,9 @@ def read_calibration_cache(path: str | os.PathLike[str]) -> dict[str, float]:
         name, separator, digits = line.rstrip().rpartition(": ")
         scale = _scale(digits) if separator and name else math.nan
         if not scale >= 0:
-            raise CalibrationError(f"{path}, line {number}: got {line[:80]!r}; {_EXPECTED}")
+            raise CalibrationError(
+                f"{path}, line {number}: got {line[:80]!r}; {_EXPECTED}"
+            )
         if not name.startswith("(Unnamed Layer"):
             scale_by_tensor[name] = scale
     return scale_by_tensor
@@ -73,7 +77,9 @@ def _scale(digits: str) -> float:
 
 
 def apply_calibration_cache(
-    model: nn.Module, cache: Mapping[str, float] | str | os.PathLike[str], example: object
+    model: nn.Module,
+    cache: Mapping[str, float] | str | os.PathLike[str],
+    example: object,
 ) -> dict[str, str]:
     """Give a quantized model the ranges of a calibration cache, in place of calibrating it.
 

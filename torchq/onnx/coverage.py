@@ -8,7 +8,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from torchq.onnx.ir import Model, Node, Value, infer_shapes, is_constant, names, nodes_of, readers
+from torchq.onnx.ir import (
+    Model,
+    Node,
+    Value,
+    infer_shapes,
+    is_constant,
+    names,
+    nodes_of,
+    readers,
+)
 from torchq.onnx.qdq import FLOAT_WEIGHT, read_record
 
 #: The entry of the record that holds the lengths of open dimensions in the example of an export.
@@ -83,7 +92,9 @@ class Coverage:
         """Return in a sentence why products are in float; empty where none is."""
         parts = [
             _counted(self.float_weights, "read a weight in float"),
-            _counted(self.before_norms, "stand in front of a BatchNorm that was not folded"),
+            _counted(
+                self.before_norms, "stand in front of a BatchNorm that was not folded"
+            ),
             _counted(self.float_inputs, "read an input in float"),
         ]
         return ", ".join(part for part in parts if part)
@@ -98,7 +109,9 @@ def _counted(layers: tuple[str, ...], what: str) -> str:
 
 
 def _stands_before_norm(node: Node) -> bool:
-    return any(user.op_type == "BatchNormalization" for user in readers(node.outputs[0]))
+    return any(
+        user.op_type == "BatchNormalization" for user in readers(node.outputs[0])
+    )
 
 
 def _name(node: Node) -> str:
@@ -127,7 +140,9 @@ def _is_stored_float(value: Value) -> bool:
 def _is_code(value: Value) -> bool:
     source = _before_moves(value)
     producer = source.producer()
-    if producer is None:  # the values of codes, for runtimes that want weights like this
+    if (
+        producer is None
+    ):  # the values of codes, for runtimes that want weights like this
         return str(source.name).endswith(FLOAT_WEIGHT)
     return producer.op_type == "DequantizeLinear"
 
@@ -160,7 +175,11 @@ def _recorded_lengths(graph: Model) -> dict[str, int]:
     """Return the lengths that an export noted; none from a record that is damaged."""
     recorded = read_record(graph).get(EXAMPLE_LENGTHS)
     entries = recorded.items() if isinstance(recorded, dict) else ()
-    return {name: length for name, length in entries if isinstance(length, int) and length > 0}
+    return {
+        name: length
+        for name, length in entries
+        if isinstance(length, int) and length > 0
+    }
 
 
 def _multiply_adds(node: Node, lengths: Mapping[str, int]) -> float:
@@ -190,4 +209,7 @@ def _dims(value: Value, lengths: Mapping[str, int]) -> list[int]:
     """Return the lengths of a value, 1 for those that are not known."""
     if value.shape is None:
         return []
-    return [dim if isinstance(dim, int) else lengths.get(str(dim.value), 1) for dim in value.shape]
+    return [
+        dim if isinstance(dim, int) else lengths.get(str(dim.value), 1)
+        for dim in value.shape
+    ]

@@ -44,7 +44,14 @@ from torchq.onnx.named_tensors import named_tensors
 from torchq.onnx.passes.pairs import repeats_a_quantizer
 from torchq.onnx.qdq import pair_name, qparams_of
 from torchq.runtime import Runtime
-from torchq.utils import bullets, check_fields, parse_json, replacing, short_repr, undone_on_error
+from torchq.utils import (
+    bullets,
+    check_fields,
+    parse_json,
+    replacing,
+    short_repr,
+    undone_on_error,
+)
 from torchq.workflow import calibrate_weights, quantizers
 
 #: Operators that only move or select elements: AIMET may skip the grid of their result, or give it
@@ -80,8 +87,12 @@ class EncodingsReport:
     def __str__(self) -> str:
         note = "comes of moving elements, so readers may skip its encoding"
         remarks = [f"{name}: {note}" for name in self.moved]
-        remarks += [f"{reader}, which reads it in float here" for reader in self.widened]
-        counts = f"{len(self.activations)} activations, {len(self.parameters)} parameters"
+        remarks += [
+            f"{reader}, which reads it in float here" for reader in self.widened
+        ]
+        counts = (
+            f"{len(self.activations)} activations, {len(self.parameters)} parameters"
+        )
         lines = [
             f"{self.path}, {self.encodings.name}: {counts}",
             *([bullets(remarks)] * bool(remarks)),
@@ -136,10 +147,18 @@ def export_encodings(
         [entry(str(value.name), qparams) for value, qparams in qparams_by_value.items()]
         for qparams_by_value in (activations, parameters)
     ]
-    with replacing(path, path.with_name(f"{path.name}.data"), listed) as (file, _, encodings_file):
+    with replacing(path, path.with_name(f"{path.name}.data"), listed) as (
+        file,
+        _,
+        encodings_file,
+    ):
         save_model(graph, file)
         encodings_file.write_text(json.dumps(_document(version, *groups), indent=1))
-    moved = [v for v in activations if v.producer() is not None and v.producer().op_type in MOVES]
+    moved = [
+        v
+        for v in activations
+        if v.producer() is not None and v.producer().op_type in MOVES
+    ]
     return EncodingsReport(
         path,
         listed,
@@ -150,7 +169,9 @@ def export_encodings(
     )
 
 
-def _take_pairs(graph: Model) -> tuple[dict[Value, QParams], dict[Value, QParams], list[str]]:
+def _take_pairs(
+    graph: Model,
+) -> tuple[dict[Value, QParams], dict[Value, QParams], list[str]]:
     """Remove the Q/DQ pairs of a graph; return the grids of activations and of parameters.
 
     Before: QuantizeLinear -> DequantizeLinear, and DequantizeLinear of stored codes.
@@ -172,7 +193,11 @@ def _take_pairs(graph: Model) -> tuple[dict[Value, QParams], dict[Value, QParams
     apart = [
         f"{value.name}: quantized for {', '.join(sorted(floats))} too"
         for value in activations
-        if (floats := {str(n.name) for n in readers(value) if n.op_type != "QuantizeLinear"})
+        if (
+            floats := {
+                str(n.name) for n in readers(value) if n.op_type != "QuantizeLinear"
+            }
+        )
     ]
     for node in nodes_of(graph, "DequantizeLinear"):
         codes = node.inputs[0]
@@ -183,7 +208,9 @@ def _take_pairs(graph: Model) -> tuple[dict[Value, QParams], dict[Value, QParams
             qparams = qparams_of(node)
             values = qparams.dequantize(qparams.centered(value_of(codes)))
             name = pair_name(node).removesuffix("_quantizer")
-            stored = add_initializer(graph.graph, name or f"{codes.name}/values", values)
+            stored = add_initializer(
+                graph.graph, name or f"{codes.name}/values", values
+            )
             replace_value(node.outputs[0], stored)
             if qparams.format.bits <= 16:  # biases of 32 bits are exact enough in float
                 parameters[stored] = _integers(node)
@@ -192,7 +219,9 @@ def _take_pairs(graph: Model) -> tuple[dict[Value, QParams], dict[Value, QParams
 
 def _integers(node: Node) -> QParams:
     """Return the parameters of a node, which must be integers."""
-    if not are_constant(node.inputs[1:]) or not isinstance(qparams_of(node).format, IntFormat):
+    if not are_constant(node.inputs[1:]) or not isinstance(
+        qparams_of(node).format, IntFormat
+    ):
         raise ExportError(
             f"export_encodings: {pair_name(node)}: got ranges of each call or a float format; "
             "expected integers with fixed ranges. Use an integer recipe"
@@ -240,7 +269,9 @@ def _entry_2(name: str, q: QParams) -> dict[str, Any]:
 _ENTRIES = {"1.0.0": _entry_1, "2.0.0": _entry_2}
 
 
-def _document(version: str, activations: list[Any], parameters: list[Any]) -> dict[str, Any]:
+def _document(
+    version: str, activations: list[Any], parameters: list[Any]
+) -> dict[str, Any]:
     if version == "2.0.0":
         return {"version": version, "encodings": [*activations, *parameters]}
     return {
@@ -269,7 +300,11 @@ def read_encodings(path: str | os.PathLike[str]) -> dict[str, QParams]:
             f"{where}: got version {short_repr(version)}; expected one of {VERSIONS}. Export the "
             "encodings again with one of these"
         )
-    keys = ("encodings",) if version == "2.0.0" else ("activation_encodings", "param_encodings")
+    keys = (
+        ("encodings",)
+        if version == "2.0.0"
+        else ("activation_encodings", "param_encodings")
+    )
     qparams_by_name: dict[str, QParams] = {}
     for entry in _entries(data, keys, where):
         try:
@@ -285,7 +320,9 @@ def read_encodings(path: str | os.PathLike[str]) -> dict[str, QParams]:
 
 
 def apply_encodings(
-    model: nn.Module, encodings: Mapping[str, QParams] | str | os.PathLike[str], example: object
+    model: nn.Module,
+    encodings: Mapping[str, QParams] | str | os.PathLike[str],
+    example: object,
 ) -> dict[str, tuple[str, ...]]:
     """Give a quantized model the grids of a file of encodings, in place of calibrating it.
 
@@ -308,22 +345,31 @@ def apply_encodings(
     """
     grids = encodings if isinstance(encodings, Mapping) else read_encodings(encodings)
     where = "the encodings" if isinstance(encodings, Mapping) else str(encodings)
-    tensors_by_path = named_tensors(where, model, example, dict.fromkeys(grids, True), weights=True)
+    tensors_by_path = named_tensors(
+        where, model, example, dict.fromkeys(grids, True), weights=True
+    )
     quantizer_by_path = quantizers(model)
     with undone_on_error(model):
         calibrate_weights(model)  # which gives each range the shape of its weight
         for path, names in tensors_by_path.items():
             for name in names:
                 _hold(path, quantizer_by_path[path], name, grids[name], grids[names[0]])
-    return {path: tuple(dict.fromkeys(names)) for path, names in tensors_by_path.items()}
+    return {
+        path: tuple(dict.fromkeys(names)) for path, names in tensors_by_path.items()
+    }
 
 
-def _hold(path: str, quantizer: TensorQuantizer, name: str, grid: QParams, first: QParams) -> None:
+def _hold(
+    path: str, quantizer: TensorQuantizer, name: str, grid: QParams, first: QParams
+) -> None:
     """Hold a grid as it is; that of the first tensor that the quantizer reads has to equal it."""
     d = quantizer.descriptor
     held = grid.stored(signed=not quantizer.descriptor.unsigned)
     shape = quantizer.amax.shape if quantizer.calibrated else torch.Size()
-    fits = held.format.bits == d.format.bits and held.scale.numel() in (1, shape.numel())
+    fits = held.format.bits == d.format.bits and held.scale.numel() in (
+        1,
+        shape.numel(),
+    )
     if held.block or not fits or (d.symmetric and not held.has_zero_point(0)):
         kind = "" if grid.has_zero_point(0) else "asymmetric "
         raise CalibrationError(
@@ -343,18 +389,27 @@ def _hold(path: str, quantizer: TensorQuantizer, name: str, grid: QParams, first
     quantizer.set_qparams(scale, None if d.symmetric else point)
 
 
-def _entries(data: dict[str, Any], keys: tuple[str, ...], where: str) -> Iterator[dict[str, Any]]:
+def _entries(
+    data: dict[str, Any], keys: tuple[str, ...], where: str
+) -> Iterator[dict[str, Any]]:
     for key in keys:
         entries = data.get(key, [])
         if not isinstance(entries, list):
-            raise ConfigError(f"{where}: {key}: got a {type(entries).__name__}; expected a list")
+            raise ConfigError(
+                f"{where}: {key}: got a {type(entries).__name__}; expected a list"
+            )
         for entry in entries:
             fields = entry if isinstance(entry, dict) else ()
-            yield dict(check_fields(entry, f"{where}: {key}", known=fields, required=("name",)))
+            yield dict(
+                check_fields(entry, f"{where}: {key}", known=fields, required=("name",))
+            )
 
 
 def _read_1(entry: dict[str, Any]) -> QParams:
-    if entry["dtype"] != "INT" or entry["enc_type"] not in ("PER_TENSOR", "PER_CHANNEL"):
+    if entry["dtype"] != "INT" or entry["enc_type"] not in (
+        "PER_TENSOR",
+        "PER_CHANNEL",
+    ):
         raise ValueError(f"got {entry['dtype']} {entry['enc_type']}")
     format = integer_format(int(entry["bw"]), unsigned=not entry["is_sym"])
     shape = () if entry["enc_type"] == "PER_TENSOR" else (-1,)
@@ -367,7 +422,13 @@ def _read_2(entry: dict[str, Any]) -> QParams:
     kind = str(entry["output_dtype"])
     if not kind.removeprefix("u").startswith("int") or "per_block_int_scale" in entry:
         raise ValueError(f"got {kind}{' in blocks' * ('per_block_int_scale' in entry)}")
-    format = integer_format(int(kind.rpartition("int")[2]), unsigned=kind.startswith("u"))
+    format = integer_format(
+        int(kind.rpartition("int")[2]), unsigned=kind.startswith("u")
+    )
     scale = torch.tensor(entry["y_scale"], dtype=torch.float32)
-    point = torch.tensor(entry.get("y_zero_point", 0), dtype=torch.float32).expand(scale.shape)
-    return QParams(scale, point, format, entry.get("axis"), int(entry.get("block_size", 0)))
+    point = torch.tensor(entry.get("y_zero_point", 0), dtype=torch.float32).expand(
+        scale.shape
+    )
+    return QParams(
+        scale, point, format, entry.get("axis"), int(entry.get("block_size", 0))
+    )

@@ -203,7 +203,10 @@ def export_onnx(
     warn_of_changed_weights("export_onnx", model)
     names = (input_names, output_names)
     batches = (True, False) if dynamic_batch and not fixes_batch(model) else (False,)
-    calls = [ExampleCall(model, example, is_open, dynamic_shapes, *names) for is_open in batches]
+    calls = [
+        ExampleCall(model, example, is_open, dynamic_shapes, *names)
+        for is_open in batches
+    ]
     lengths = _open_lengths(model, example) if dynamic_shapes is None else {}
     if lengths:
         calls.insert(0, ExampleCall(model, example, batches[0], lengths, *names))
@@ -225,7 +228,9 @@ def export_onnx(
     # A float model in which its author has placed quantizers may be float around them.
     has_layers = any(isinstance(module, QuantModule) for module in model.modules())
     # Where BatchNorms alone are the reason, a check of the runtime has warned and says what helps.
-    is_known = bool(broken_rules) and not (coverage.float_weights or coverage.float_inputs)
+    is_known = bool(broken_rules) and not (
+        coverage.float_weights or coverage.float_inputs
+    )
     if active and has_layers and not has_weights_alone and not is_known:
         _warn_of_float(coverage, path)
     return _report_on(
@@ -249,7 +254,9 @@ def _warn_of_float(coverage: Coverage, path: Path) -> None:
         )
 
 
-def _report_on(graph: Model, path: Path, runtime: Runtime | None, **fields: Any) -> ExportReport:
+def _report_on(
+    graph: Model, path: Path, runtime: Runtime | None, **fields: Any
+) -> ExportReport:
     """Return the report on a file, with names from its graph and its record."""
     notes = None if runtime is None or runtime.file is None else runtime.file.notes
     merged = dict(read_record(graph).get("merged", {}))
@@ -260,7 +267,10 @@ def _report_on(graph: Model, path: Path, runtime: Runtime | None, **fields: Any)
         opset=opset_of(graph),
         float_size=float_size(graph),
         activations=tuple(quantizer_nodes(graph)),
-        weights=(*weights, *(name for name, other in merged.items() if other in weights)),
+        weights=(
+            *weights,
+            *(name for name, other in merged.items() if other in weights),
+        ),
         merged=merged,
         notes=() if notes is None else tuple(notes(graph, path)),
         **fields,
@@ -283,13 +293,19 @@ def _shape_for(runtime: Runtime | None, graph: Model) -> tuple[str, ...]:
     rules, codes = runtime.file, runtime.codes
     if codes is not None and codes.stored:
         for node in nodes_of(graph, "QuantizeLinear"):
-            if is_constant(node.inputs[1]) and qparams_of(node).format.bits in codes.widths:
+            if (
+                is_constant(node.inputs[1])
+                and qparams_of(node).format.bits in codes.widths
+            ):
                 store_codes(node, signed=False)
     run_passes(graph, (merge_duplicates, *rules.passes))
-    broken_rules = tuple(broken_rule for check in rules.checks for broken_rule in check(graph))
+    broken_rules = tuple(
+        broken_rule for check in rules.checks for broken_rule in check(graph)
+    )
     if broken_rules:
         warnings.warn(
-            f"export_onnx(target={runtime.name!r}):\n{bullets(broken_rules)}", stacklevel=3
+            f"export_onnx(target={runtime.name!r}):\n{bullets(broken_rules)}",
+            stacklevel=3,
         )
     return broken_rules
 
@@ -297,7 +313,9 @@ def _shape_for(runtime: Runtime | None, graph: Model) -> tuple[str, ...]:
 def undo_export(graph: Model) -> dict[str, str]:
     """Undo what the passes of a file changed in layers; return what is wrong, by quantizer."""
     runtime = RUNTIMES.get(str(read_record(graph).get("target")))
-    runtime_passes = () if runtime is None or runtime.file is None else runtime.file.passes
+    runtime_passes = (
+        () if runtime is None or runtime.file is None else runtime.file.passes
+    )
     wrong: dict[str, str] = {}
     for rewrite in reversed((*EXPORT_PASSES, *runtime_passes)):
         if isinstance(rewrite, Rewrite):
@@ -317,7 +335,10 @@ def unwrap(model: nn.Module) -> nn.Module:
     model = network_of(model)
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         return unwrap(model.module)
-    if isinstance(model, torch.jit.ScriptModule) or type(model).__name__ == "OptimizedModule":
+    if (
+        isinstance(model, torch.jit.ScriptModule)
+        or type(model).__name__ == "OptimizedModule"
+    ):
         raise ExportError(
             f"export_onnx: got a {type(model).__name__}; expected the model itself. "
             "Pass the module that torch.compile or jit was given"
@@ -374,7 +395,10 @@ def _name_outputs(graph: Model, names: Sequence[str]) -> None:
 
 
 def _first_that_traces(
-    calls: Sequence[ExampleCall], opset: int, modern: bool, active: Mapping[str, TensorQuantizer]
+    calls: Sequence[ExampleCall],
+    opset: int,
+    modern: bool,
+    active: Mapping[str, TensorQuantizer],
 ) -> Model:
     """Trace the first call; if torch cannot, the next one, with fewer open dimensions, and warn.
 
@@ -394,7 +418,9 @@ def _first_that_traces(
     raise first
 
 
-def _warn_of_fixed(asked: ExampleCall, traced: ExampleCall, error: TorchExportError) -> None:
+def _warn_of_fixed(
+    asked: ExampleCall, traced: ExampleCall, error: TorchExportError
+) -> None:
     """Warn that dimensions have the size of the example, as torch cannot trace them open."""
     reason = str(error).partition(". dynamo=")[0].removeprefix("export_onnx: ")
     batch = "an open batch size, so the file has the fixed batch size of the example"
@@ -402,7 +428,9 @@ def _warn_of_fixed(asked: ExampleCall, traced: ExampleCall, error: TorchExportEr
     is_batch_fixed = _opens(asked, 0) and not _opens(traced, 0)
     what = batch if is_batch_fixed else lengths
     option = "dynamic_batch=False" if is_batch_fixed else "dynamic_shapes={}"
-    warnings.warn(f"export_onnx: {reason} with {what}. Pass {option} to say so", stacklevel=4)
+    warnings.warn(
+        f"export_onnx: {reason} with {what}. Pass {option} to say so", stacklevel=4
+    )
 
 
 def _opens(call: ExampleCall, dimension: int) -> bool:
@@ -443,7 +471,11 @@ def _known_outputs(model: nn.Module) -> Iterator[list[str]]:
             return value
         if isinstance(value, (tuple, list)):
             elements = [known(element) for element in value]
-            return type(value)(elements) if type(value) in (tuple, list) else type(value)(*elements)
+            return (
+                type(value)(elements)
+                if type(value) in (tuple, list)
+                else type(value)(*elements)
+            )
         dropped.add(qualified_name(type(value)))
         return None
 

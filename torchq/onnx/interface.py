@@ -22,7 +22,8 @@ def argument_names(model: nn.Module, count: int) -> list[str]:
     names = [
         parameter.name
         for parameter in inspect.signature(model.forward).parameters.values()
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        if parameter.kind
+        in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     ]
     return [*names, *(f"input_{i}" for i in range(len(names), count))][:count]
 
@@ -44,7 +45,11 @@ def output_names_of(model: nn.Module) -> list[str] | None:
     """
     names = _stored_names(model, "output_names")
     all_names = [*names, *_stored_names(model, "input_names")]
-    if not names or not isinstance(model, fx.GraphModule) or len(set(all_names)) < len(all_names):
+    if (
+        not names
+        or not isinstance(model, fx.GraphModule)
+        or len(set(all_names)) < len(all_names)
+    ):
         return None
     (results,) = model.graph.output_node().args
     count = len(results) if isinstance(results, (tuple, list)) else 1
@@ -76,7 +81,9 @@ def _names_in(result: object, name: str) -> Iterator[str]:
 
 def fixes_batch(model: nn.Module) -> bool:
     """Return True if the file that a model was read from fixes the first size of an input."""
-    if not isinstance(model, fx.GraphModule) or not getattr(model, "checks_sizes", False):
+    if not isinstance(model, fx.GraphModule) or not getattr(
+        model, "checks_sizes", False
+    ):
         return False  # Caffe and MXNet take any batch, whatever the file states
     shapes = getattr(model, "input_shapes", None)
     return any(shape and shape[0] is not None for shape in shapes or ())
@@ -84,7 +91,9 @@ def fixes_batch(model: nn.Module) -> bool:
 
 def _stored_names(model: nn.Module, attribute: str) -> list[str]:
     """Return the names that a reader of files left in an attribute; none for other models."""
-    stored = getattr(model, attribute, None) if isinstance(model, fx.GraphModule) else None
+    stored = (
+        getattr(model, attribute, None) if isinstance(model, fx.GraphModule) else None
+    )
     return list(stored) if isinstance(stored, list) else []
 
 
@@ -100,9 +109,13 @@ def checked_names(option: str, names: Any, most: int | None = None) -> list[str]
             f"export_onnx: got {option}={names!r}; expected a list of names such as ['image']"
         )
     if len(set(names)) < len(names):
-        raise ExportError(f"export_onnx: got {option}={list(names)}; expected different names")
+        raise ExportError(
+            f"export_onnx: got {option}={list(names)}; expected different names"
+        )
     if most is not None and len(names) > most:
-        raise ExportError(f"export_onnx: got {option}={list(names)}; expected at most {most}")
+        raise ExportError(
+            f"export_onnx: got {option}={list(names)}; expected at most {most}"
+        )
     return list(names)
 
 
@@ -168,14 +181,20 @@ class ExampleCall:
         self.contained = [name for name in nested if name not in tensors]
         names_in_file = input_names_of(model, nested)
         chosen_names = checked_names(
-            "input_names", () if input_names is None else input_names, len(names_in_file)
+            "input_names",
+            () if input_names is None else input_names,
+            len(names_in_file),
         )
         self.input_names = checked_names(
             "input_names", [*chosen_names, *names_in_file[len(chosen_names) :]]
         )
-        names_of_outputs = output_names_of(model) if output_names is None else output_names
+        names_of_outputs = (
+            output_names_of(model) if output_names is None else output_names
+        )
         self.output_names = (
-            None if names_of_outputs is None else checked_names("output_names", names_of_outputs)
+            None
+            if names_of_outputs is None
+            else checked_names("output_names", names_of_outputs)
         )
         if not {*self.input_names}.isdisjoint(self.output_names or ()):
             both = sorted({*self.input_names} & {*(self.output_names or ())})
@@ -200,7 +219,9 @@ class ExampleCall:
         if length == 1:  # torch.export takes a length of 1 for a constant.
             doubled = {id(tensor): torch.cat([tensor, tensor]) for tensor in batched}
             self.args = tuple(doubled.get(id(value), value) for value in self.args)
-            self.kwargs = {k: doubled.get(id(value), value) for k, value in self.kwargs.items()}
+            self.kwargs = {
+                k: doubled.get(id(value), value) for k, value in self.kwargs.items()
+            }
 
     def feeds(self) -> dict[str, Tensor]:
         """Return the tensors of the call by their names in the file."""
@@ -222,7 +243,9 @@ def named_tensors(
 ) -> dict[str, Tensor]:
     """Return the tensors among the arguments of a call, by the names that they have in a file."""
     named = zip(argument_names(model, len(args)), args, strict=True)
-    return {n: value for n, value in (*named, *kwargs.items()) if isinstance(value, Tensor)}
+    return {
+        n: value for n, value in (*named, *kwargs.items()) if isinstance(value, Tensor)
+    }
 
 
 def nested_tensors(
@@ -238,7 +261,9 @@ def nested_tensors(
         if isinstance(value, Tensor):
             tensors[name] = value
         else:
-            tensors |= {f"{name}_{i}": tensor for i, tensor in enumerate(tensors_in(value))}
+            tensors |= {
+                f"{name}_{i}": tensor for i, tensor in enumerate(tensors_in(value))
+            }
     return tensors
 
 
@@ -267,7 +292,9 @@ def named_calls(
             quantizer.observing = False
             handles.append(
                 quantizer.register_forward_hook(
-                    lambda module, args, out, path=path: hook(path, module, args[0], out)
+                    lambda module, args, out, path=path: hook(
+                        path, module, args[0], out
+                    )
                 )
             )
         yield

@@ -95,7 +95,9 @@ def named_errors(path: str | os.PathLike[str]) -> Iterator[None]:
         ) from error
 
 
-def save_model(model: Model, path: str | os.PathLike[str], *, check: bool = True) -> int:
+def save_model(
+    model: Model, path: str | os.PathLike[str], *, check: bool = True
+) -> int:
     """Write a model; the files at ``path`` are replaced whole or not at all.
 
     Tensors go to ``path + ".data"`` where they exceed what one file can hold.
@@ -113,7 +115,9 @@ def save_model(model: Model, path: str | os.PathLike[str], *, check: bool = True
             onnx_ir.save(model, new_path, external_data=new_data.name)
             if check:
                 _check(checker, str(new_path), path)
-        return sum(file.stat().st_size for file in (new_data, new_path) if file.exists())
+        return sum(
+            file.stat().st_size for file in (new_data, new_path) if file.exists()
+        )
 
 
 def _check(checker: Any, model: Any, path: Path) -> None:
@@ -137,7 +141,9 @@ def run_passes(model: Model, passes: Iterable[Pass]) -> None:
 
 def infer_shapes(model: Model) -> None:
     """Give the values of a graph the shapes that ONNX can tell; other values stay without."""
-    _passes.ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
+    _passes.ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(
+        model
+    )
 
 
 def names(text: str) -> frozenset[str]:
@@ -170,7 +176,11 @@ def nodes_of(model: Model, *op_types: str) -> list[Node]:
 def computed_by(value: Value | None, *op_types: str) -> Node | None:
     """Return the node that computes ``value`` if its operator type is one of ``op_types``."""
     node = None if value is None else value.producer()
-    return node if node is not None and (not op_types or node.op_type in op_types) else None
+    return (
+        node
+        if node is not None and (not op_types or node.op_type in op_types)
+        else None
+    )
 
 
 def readers(value: Value) -> list[Node]:
@@ -185,7 +195,9 @@ def is_output(value: Value) -> bool:
 
 def is_constant(value: Value | None) -> bool:
     """Return True if ``value`` is stored in the file."""
-    return value is not None and value.is_initializer() and value.const_value is not None
+    return (
+        value is not None and value.is_initializer() and value.const_value is not None
+    )
 
 
 def are_constant(values: Iterable[Value | None]) -> bool:
@@ -209,7 +221,9 @@ def value_of(value: Value) -> Tensor:
         bits = "uint8"
     if bits is None:
         return torch.from_numpy(array.copy())
-    return torch.from_numpy(array.copy().view(bits)).view(_adapters.to_torch_dtype(dtype))
+    return torch.from_numpy(array.copy().view(bits)).view(
+        _adapters.to_torch_dtype(dtype)
+    )
 
 
 def stored_proto(value: Value) -> Any:
@@ -274,10 +288,14 @@ def add_initializer(
 
 def add_numbers(graph: Graph, name: str, numbers: Iterable[int]) -> Value:
     """Store integers, such as a shape or axes, as int64."""
-    return add_initializer(graph, name, torch.tensor([*numbers], dtype=torch.int64, device="cpu"))
+    return add_initializer(
+        graph, name, torch.tensor([*numbers], dtype=torch.int64, device="cpu")
+    )
 
 
-def replace_stored(value: Value, tensor: Tensor, dtype: DataType | None = None) -> Value:
+def replace_stored(
+    value: Value, tensor: Tensor, dtype: DataType | None = None
+) -> Value:
     """Store other contents under the name of a stored value, for all its readers."""
     graph = value.graph
     name = str(value.name)
@@ -315,7 +333,9 @@ def _output_named_as(old: Value, new: Value) -> Value:
     node = new.producer()
     if node is None or is_output(new):
         copy = onnx_ir.Value(name=name)
-        old.producer().prepend(onnx_ir.node("Identity", [new], outputs=[copy], name=name))
+        old.producer().prepend(
+            onnx_ir.node("Identity", [new], outputs=[copy], name=name)
+        )
         new = copy
     old.name = fresh_name(old.producer().graph, f"{name}/replaced")
     new.name = name

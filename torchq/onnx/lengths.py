@@ -26,7 +26,11 @@ def token_lengths(model: nn.Module, example: object) -> dict[str, dict[int, str]
     Ids and masks have a row of one number for each token; all of one length share its name.
     """
     tensors = named_tensors(model, *call_arguments(model, example))
-    rows = {name: t for name, t in tensors.items() if name.endswith(_ENDINGS) and t.dim() == 2}
+    rows = {
+        name: t
+        for name, t in tensors.items()
+        if name.endswith(_ENDINGS) and t.dim() == 2
+    }
     lengths: dict[str, set[int]] = {}
     for name, tensor in rows.items():
         lengths.setdefault(_name(name), set()).add(tensor.shape[1])
@@ -41,7 +45,9 @@ def _name(argument: str) -> str:
     return _DECODER + _LENGTH if argument.startswith(_DECODER) else _LENGTH
 
 
-def problem_with_half(model: nn.Module, example: object, lengths: dict[str, dict[int, str]]) -> str:
+def problem_with_half(
+    model: nn.Module, example: object, lengths: dict[str, dict[int, str]]
+) -> str:
     """Return why the float model takes no half as many tokens; "" if it does."""
     args, kwargs = call_arguments(model, example)
     tensors = named_tensors(model, args, kwargs)

@@ -82,7 +82,10 @@ def _few(names: list[str], known: Mapping[str, bool] | None = None) -> str:
 
 def _stored(model: fx.GraphModule) -> dict[str, list[list[str]]]:
     """Return the name of the stored tensor that each quantizer of a weight reads."""
-    names = {f"{n.target}.weight_quantizer": n.meta.get("onnx_weight") for n in model.graph.nodes}
+    names = {
+        f"{n.target}.weight_quantizer": n.meta.get("onnx_weight")
+        for n in model.graph.nodes
+    }
     weights = weight_quantizers(model)
     return {
         path: [[names.get(path) or path.removesuffix("_quantizer")]]
@@ -99,14 +102,18 @@ def _read(model: fx.GraphModule, example: object) -> dict[str, list[list[str]]]:
     """
     weights = weight_quantizers(model)
     watched = {
-        path: q for path, q in quantizers(model).items() if q.quantizing and id(q) not in weights
+        path: q
+        for path, q in quantizers(model).items()
+        if q.quantizing and id(q) not in weights
     }
     names_by_path: dict[str, list[list[str]]] = {path: [] for path in watched}
     run = _Named(model)
     with untouched(model), quantizing_only(quantizers(model).values()), torch.no_grad():
         handles = [
             quantizer.register_forward_pre_hook(
-                lambda _, args, path=path: names_by_path[path].append(run.names(args[0]))
+                lambda _, args, path=path: names_by_path[path].append(
+                    run.names(args[0])
+                )
             )
             for path, quantizer in watched.items()
         ]
@@ -133,7 +140,9 @@ class _Named(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         """Run a node, and note the names of its result."""
         result = super().run_node(n)
-        if isinstance(result, Tensor):  # Kept alive, so that no other tensor gets its id.
+        if isinstance(
+            result, Tensor
+        ):  # Kept alive, so that no other tensor gets its id.
             _, names = self._seen.setdefault(id(result), (result, []))
             names.extend(n.meta.get("onnx_tensors", ()))
         return result

@@ -50,8 +50,12 @@ def default_opset(model: nn.Module) -> int:
     for quantizer in quantizers(model).values():
         if quantizer.quantizing:
             descriptor = quantizer.descriptor
-            with suppress(ExportError):  # check_quantizers raises it with the quantizer's name.
-                needed = max(needed, opset_needed(descriptor.format, descriptor.granularity)[0])
+            with suppress(
+                ExportError
+            ):  # check_quantizers raises it with the quantizer's name.
+                needed = max(
+                    needed, opset_needed(descriptor.format, descriptor.granularity)[0]
+                )
     return needed
 
 
@@ -107,7 +111,11 @@ def check_quantizers(
             "with torchq.disabled(model, name)",
             stacklevel=3,
         )
-    if runtime is not None and runtime.codes is not None and not runtime.codes.zero_points:
+    if (
+        runtime is not None
+        and runtime.codes is not None
+        and not runtime.codes.zero_points
+    ):
         _check_zero_points(active, runtime)
     return active
 
@@ -161,7 +169,9 @@ def _listed(names: list[str], most: int = 5) -> str:
 def _range_is(
     test: Callable[[torch.Tensor], torch.Tensor],
 ) -> Callable[[TensorQuantizer, bool], bool]:
-    return lambda quantizer, _: any(bool(test(end).any()) for _, end in quantizer.range.ends())
+    return lambda quantizer, _: any(
+        bool(test(end).any()) for _, end in quantizer.range.ends()
+    )
 
 
 def _is_dead(quantizer: TensorQuantizer, is_weight: bool) -> bool:
@@ -170,7 +180,8 @@ def _is_dead(quantizer: TensorQuantizer, is_weight: bool) -> bool:
 
 
 _CALIBRATE = (
-    "Run torchq.calibrate(model, batches), or switch it off with torchq.disabled(model, name)"
+    "Run torchq.calibrate(model, batches), or switch it off with "
+    "torchq.disabled(model, name)"
 )
 _FAULTS: tuple[tuple[Callable[[TensorQuantizer, bool], bool], str], ...] = (
     (
@@ -178,7 +189,10 @@ _FAULTS: tuple[tuple[Callable[[TensorQuantizer, bool], bool], str], ...] = (
         "is dynamic: takes its range from the data of each call; expected a fixed range. "
         "Use a descriptor without dynamic",
     ),
-    (lambda q, _: not q.calibrated, f"has no calibrated range; expected an amax. {_CALIBRATE}"),
+    (
+        lambda q, _: not q.calibrated,
+        f"has no calibrated range; expected an amax. {_CALIBRATE}",
+    ),
     (
         lambda q, _: q.amax.is_meta,
         "is on the meta device; expected real tensors. Load the weights first",
@@ -188,7 +202,10 @@ _FAULTS: tuple[tuple[Callable[[TensorQuantizer, bool], bool], str], ...] = (
         "returns integer codes (fake_quant=False); expected fake quantization. Set fake_quant=True",
     ),
     (_range_is(torch.isnan), f"has a NaN range; expected finite numbers. {_CALIBRATE}"),
-    (_range_is(torch.isinf), f"has an infinite range; expected finite numbers. {_CALIBRATE}"),
+    (
+        _range_is(torch.isinf),
+        f"has an infinite range; expected finite numbers. {_CALIBRATE}",
+    ),
     (
         lambda q, _: q.delegate is not None,
         "has a delegate, which no file can hold; expected none. Set quantizer.delegate = None",

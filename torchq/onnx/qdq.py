@@ -57,7 +57,11 @@ def qparams_of(node: Node) -> QParams:
     dtype = element_type(node) if quantizes else data_type(node.inputs[0])
     scale = value_of(node.inputs[1]).to(torch.float32)
     stored = input_at(node, 2)
-    zero_point = torch.zeros_like(scale) if stored is None else value_of(stored).to(torch.float32)
+    zero_point = (
+        torch.zeros_like(scale)
+        if stored is None
+        else value_of(stored).to(torch.float32)
+    )
     block_size = int(attribute(node, "block_size", 0))
     return QParams(scale, zero_point, format_of(dtype), axis_of(node), block_size)
 
@@ -69,7 +73,9 @@ def set_qparams(quantize: Node, qparams: QParams) -> None:
     stored = torch.uint8 if not qparams.quant_min else torch.int8
     if isinstance(qparams.format, IntFormat) and qparams.format.width > 8:
         stored = torch.uint16 if not qparams.quant_min else torch.int16
-    zero_point = qparams.zero_point.to(torch.int32).reshape(qparams.scale.shape).to(stored)
+    zero_point = (
+        qparams.zero_point.to(torch.int32).reshape(qparams.scale.shape).to(stored)
+    )
     inputs = (
         add_initializer(graph, f"{name}/scale", qparams.scale),
         add_initializer(graph, f"{name}/zero_point", zero_point),
@@ -89,7 +95,9 @@ def store_codes(quantize: Node, signed: bool) -> bool:
     Before: A QuantizeLinear with one stored scale. After: Its codes, and the zero point, are moved
     by half their number where they had the other sign, so every value stays what it was.
     """
-    stored = all(is_constant(value) for value in quantize.inputs[1:] if value is not None)
+    stored = all(
+        is_constant(value) for value in quantize.inputs[1:] if value is not None
+    )
     if not stored or quantize.inputs[1].const_value.size != 1:
         return False
     old = qparams_of(quantize)
@@ -151,7 +159,11 @@ def starts_at_zero(quantize: Node) -> bool:
 def leads_only_to_quantizers(value: Value, *through: str) -> bool:
     """Return True if only QuantizeLinear reads ``value``, also behind the operators ``through``."""
     users = readers(value)
-    while len({*users}) == 1 and users[0].op_type in through and not value.is_graph_output():
+    while (
+        len({*users}) == 1
+        and users[0].op_type in through
+        and not value.is_graph_output()
+    ):
         value = users[0].outputs[0]
         users = readers(value)
     only = bool(users) and all(user.op_type == "QuantizeLinear" for user in users)

@@ -79,7 +79,10 @@ def _without_failed_folding() -> Iterator[None]:
 @contextmanager
 def _small_numbers_as_inputs(model: Model) -> Iterator[None]:
     graph = model.graph
-    hidden = [_hide(graph, node, place, number) for node, place, number in _small_numbers(graph)]
+    hidden = [
+        _hide(graph, node, place, number)
+        for node, place, number in _small_numbers(graph)
+    ]
     try:
         yield
     finally:
@@ -157,17 +160,23 @@ def _as_it_is(x: Tensor, quantizer: TensorQuantizer) -> Tensor:
     return x
 
 
-def _grid(quantizer: TensorQuantizer, opset: int) -> tuple[Tensor, Tensor, Format, OnnxType]:
+def _grid(
+    quantizer: TensorQuantizer, opset: int
+) -> tuple[Tensor, Tensor, Format, OnnxType]:
     """Return scale, zero point and type of a quantizer as a file holds them."""
     d = quantizer.descriptor
     axis, _ = onnx_axis(d.granularity, 1 << 16)
     with torch.no_grad():
         scale, point = quantizer.calculate_qparams()
-    stored, kind = stored_type(d.format, axis if d.symmetric else None, wide=opset < FOUR_BITS)
+    stored, kind = stored_type(
+        d.format, axis if d.symmetric else None, wide=opset < FOUR_BITS
+    )
     return scale.float(), point, stored, kind
 
 
-def write_pairs(model: Model, quantizers: Mapping[str, TensorQuantizer], opset: int) -> None:
+def write_pairs(
+    model: Model, quantizers: Mapping[str, TensorQuantizer], opset: int
+) -> None:
     """Put the pair of a quantizer in the place of each mark.
 
     Before: Where a quantizer is called, a mark has its dotted path; the second call of one
@@ -183,7 +192,9 @@ def write_pairs(model: Model, quantizers: Mapping[str, TensorQuantizer], opset: 
     model.graph.opset_imports.pop(MARK[0], None)
 
 
-def _write_pair(node: Node, name: str, axis: int, quantizer: TensorQuantizer, opset: int) -> None:
+def _write_pair(
+    node: Node, name: str, axis: int, quantizer: TensorQuantizer, opset: int
+) -> None:
     graph = node.graph
     d = quantizer.descriptor
     result = node.outputs[0]
@@ -202,12 +213,16 @@ def _write_pair(node: Node, name: str, axis: int, quantizer: TensorQuantizer, op
     else:
         zeros = point.to(kind.dtype)
         parameters.append(add_initializer(graph, f"{name}/zero_point", zeros))
-    codes = add_node(node, "QuantizeLinear", [node.inputs[0], *parameters], f"{name}/codes", typed)
+    codes = add_node(
+        node, "QuantizeLinear", [node.inputs[0], *parameters], f"{name}/codes", typed
+    )
     # The mark's own shape is that of the example where TorchScript writes it.
     codes.type = onnx_ir.TensorType(dtype)
     codes.shape = node.inputs[0].shape
     pair = codes.producer()
-    value = add_node(pair, "DequantizeLinear", [codes, *parameters], f"{name}/value", settings)
+    value = add_node(
+        pair, "DequantizeLinear", [codes, *parameters], f"{name}/value", settings
+    )
     value.type = result.type
     value.shape = node.inputs[0].shape
     for one in (pair, value.producer()):
@@ -231,7 +246,9 @@ class TorchExportError(ExportError):
 def run_dynamo(call: ExampleCall, opset: int) -> Model:
     """Return the graph of the exporter that is based on ``torch.export``."""
     args, kwargs = call.args, call.kwargs
-    if args and not kwargs and isinstance(args[-1], dict):  # torch would take it for kwargs.
+    if (
+        args and not kwargs and isinstance(args[-1], dict)
+    ):  # torch would take it for kwargs.
         name = argument_names(call.model, len(args))[-1]
         kwargs = {name: args[-1]}
         args = args[:-1]
@@ -255,7 +272,8 @@ def run_dynamo(call: ExampleCall, opset: int) -> Model:
             optimize_(program)
     except Exception as error:
         raise _explained(
-            error, "dynamo=False takes the other exporter, dynamic_batch=False fixes the batch size"
+            error,
+            "dynamo=False takes the other exporter, dynamic_batch=False fixes the batch size",
         ) from error
     _keep_input_names(program.model, call.input_names)
     return program.model
@@ -283,7 +301,9 @@ def _check_lengths(program: torch.export.ExportedProgram | None) -> None:
         if not str(node.target).startswith(("aten.lstm.", "aten.gru.", "aten.rnn_")):
             continue
         input_shape = node.args[0].meta["val"].shape
-        results = [user.meta["val"].shape for user in node.users if user.args[1:] == (0,)]
+        results = [
+            user.meta["val"].shape for user in node.users if user.args[1:] == (0,)
+        ]
         for shape in results:
             for length, frozen in zip(input_shape[:2], shape[:2], strict=True):
                 if isinstance(length, torch.SymInt) and isinstance(frozen, int):
@@ -297,13 +317,17 @@ def _check_lengths(program: torch.export.ExportedProgram | None) -> None:
 def _dynamic_shapes(call: ExampleCall) -> dict[str, Any] | None:
     """Return the open dimensions in the form of ``torch.export``; None where all are fixed."""
     names = argument_names(call.model, len(call.args))
-    shapes: dict[str, Any] = {name: call.open.get(name) or None for name in (*names, *call.kwargs)}
+    shapes: dict[str, Any] = {
+        name: call.open.get(name) or None for name in (*names, *call.kwargs)
+    }
     if not any(shapes.values()):
         return None
     parameters = inspect.signature(call.model.forward).parameters
     unnamed = [name for name in names if name not in parameters]
     if unnamed:  # torch.export knows *args as one tuple.
-        variadic = next(p.name for p in parameters.values() if p.kind is p.VAR_POSITIONAL)
+        variadic = next(
+            p.name for p in parameters.values() if p.kind is p.VAR_POSITIONAL
+        )
         shapes[variadic] = tuple(shapes.pop(name) for name in unnamed)
     return shapes
 
@@ -323,7 +347,9 @@ class _TensorsOnly(nn.Module):
 
     def forward(self, *tensors: Tensor) -> Any:
         remaining = list(tensors)
-        args = [remaining.pop(0) if isinstance(v, Tensor) else v for v in self._call.args]
+        args = [
+            remaining.pop(0) if isinstance(v, Tensor) else v for v in self._call.args
+        ]
         kwargs = {
             name: remaining.pop(0) if isinstance(v, Tensor) else v
             for name, v in self._call.kwargs.items()
@@ -348,10 +374,15 @@ def run_torchscript(call: ExampleCall, opset: int) -> Model:
             file = Path(folder, "model.onnx")
             torch.onnx.export(
                 _TensorsOnly(call),
-                tuple(v for v in (*call.args, *call.kwargs.values()) if isinstance(v, Tensor)),
+                tuple(
+                    v
+                    for v in (*call.args, *call.kwargs.values())
+                    if isinstance(v, Tensor)
+                ),
                 str(file),
                 input_names=[_spelled(name) for name in call.input_names],
-                output_names=call.output_names and [_spelled(name) for name in call.output_names],
+                output_names=call.output_names
+                and [_spelled(name) for name in call.output_names],
                 opset_version=min(opset, _TORCHSCRIPT_MAX),
                 dynamic_axes=axes or None,
                 dynamo=False,
@@ -398,7 +429,9 @@ def _remove_prefix(model: Model) -> None:
     values = [value for node in nodes for value in node.outputs]
     for named in (*stored, *nodes, *values):
         if named.name and _WRAPPED in named.name:
-            name = named.name.replace(f"/{_WRAPPED}/", "/", 1).replace(f"{_WRAPPED}.", "")
+            name = named.name.replace(f"/{_WRAPPED}/", "/", 1).replace(
+                f"{_WRAPPED}.", ""
+            )
             named.name = name
 
 

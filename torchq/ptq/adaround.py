@@ -230,7 +230,9 @@ def _learnable_ranges(model: nn.Module, part: nn.Module) -> list[TensorQuantizer
 
 def _can_learn(quantizer: TensorQuantizer) -> bool:
     d = quantizer.descriptor
-    is_on = quantizer.quantizing and quantizer.calibrated and not d.dynamic and d.fake_quant
+    is_on = (
+        quantizer.quantizing and quantizer.calibrated and not d.dynamic and d.fake_quant
+    )
     usual = not d.power_of_two and d.scale_format in (None, *SCALE_TYPES)
     return is_on and d.format.is_integer and usual
 
@@ -248,7 +250,9 @@ def decision_penalty(h: Tensor, beta: float) -> Tensor:
 class SoftWeight:
     """A weight ``scale * clip(floor(weight / scale) + h(v), qmin, qmax)``; v is learned."""
 
-    def __init__(self, weight: Tensor, scale: Tensor, quant_min: float, quant_max: float) -> None:
+    def __init__(
+        self, weight: Tensor, scale: Tensor, quant_min: float, quant_max: float
+    ) -> None:
         self._scale = scale
         self._bounds = (quant_min, quant_max)
         codes = (weight / scale).clamp(quant_min, quant_max)
@@ -266,8 +270,12 @@ class SoftWeight:
         """
         grid = grid_of(layer)
         weight = layer.weight.detach()
-        scale, divisor = (weight_from_matrix(layer, t) for t in (grid.scale, grid.divisor))
-        weight, target = (t.to(scale.dtype) for t in (weight, weight_from_matrix(layer, wanted)))
+        scale, divisor = (
+            weight_from_matrix(layer, t) for t in (grid.scale, grid.divisor)
+        )
+        weight, target = (
+            t.to(scale.dtype) for t in (weight, weight_from_matrix(layer, wanted))
+        )
         start = weight + (target - weight).clamp(-0.45 * scale, 0.45 * scale)
         # A dead range has an infinite divisor, and all of its codes are 0.
         start = torch.where(divisor.isinf(), 0.0, start)
@@ -275,7 +283,9 @@ class SoftWeight:
 
     def value(self) -> Tensor:
         """Return the soft weight, differentiable by :attr:`v`."""
-        return (self._floor + rectified_sigmoid(self.v)).clamp(*self._bounds) * self._scale
+        return (self._floor + rectified_sigmoid(self.v)).clamp(
+            *self._bounds
+        ) * self._scale
 
     def rounded(self) -> Tensor:
         """Return the weight on the grid, each h rounded to 0 or 1."""
@@ -294,7 +304,9 @@ class _LearnedRange:
     def __init__(self, quantizer: TensorQuantizer) -> None:
         self.quantizer = quantizer
         self._start = quantizer.range.map(lambda end: end.detach().clone())
-        self.logs = [torch.zeros_like(end, requires_grad=True) for _, end in self._start.ends()]
+        self.logs = [
+            torch.zeros_like(end, requires_grad=True) for _, end in self._start.ends()
+        ]
 
     def range(self) -> Range:
         """Return the range now."""
@@ -308,7 +320,9 @@ class _LearnedRange:
         if q.pre_quant_scale is not None:
             x = x * q.pre_quant_scale.to(x.dtype)
         amax, amin = self.range().map(lambda end: end * (d.scale_amax or 1.0))
-        return learned_fake_quantize(x, amax, d.format, d.granularity, d.block_scale_format, amin)
+        return learned_fake_quantize(
+            x, amax, d.format, d.granularity, d.block_scale_format, amin
+        )
 
 
 class _LearnedBlock:
@@ -331,9 +345,13 @@ class _LearnedBlock:
         with ExitStack() as stack:
             for name, soft in self.weights.items():
                 quantizer = weight_quantizer(self.block.layers[name])
-                stack.enter_context(replaced_forward(quantizer, lambda w, s=soft: s.value().to(w)))
+                stack.enter_context(
+                    replaced_forward(quantizer, lambda w, s=soft: s.value().to(w))
+                )
             for learned in self.ranges:
-                stack.enter_context(replaced_forward(learned.quantizer, learned.forward))
+                stack.enter_context(
+                    replaced_forward(learned.quantizer, learned.forward)
+                )
             return self.block.module(*args, **kwargs)
 
     def apply_(self) -> None:
@@ -381,7 +399,9 @@ def _mean_error(block: Any, data: BlockData) -> float:
     return sum(errors) / len(errors)
 
 
-def _learn(learned: _LearnedBlock, data: BlockData, steps: int, generator: torch.Generator) -> None:
+def _learn(
+    learned: _LearnedBlock, data: BlockData, steps: int, generator: torch.Generator
+) -> None:
     """Learn roundings, ranges and biases of a block.
 
     ``learned`` is changed in place; the weights of the block are not. A loss that is NaN or
@@ -392,11 +412,18 @@ def _learn(learned: _LearnedBlock, data: BlockData, steps: int, generator: torch
     parameters = [*weights, *logs, *learned.biases]
     with torch.enable_grad(), _biases_learned(learned.biases):
         # Steps of 16-bit values would be rounded away, and their squares would be 0.
-        exact = [p.detach().to(torch.promote_types(p.dtype, torch.float32)) for p in parameters]
+        exact = [
+            p.detach().to(torch.promote_types(p.dtype, torch.float32))
+            for p in parameters
+        ]
         of_weights = {"params": exact[: len(weights)], "lr": _RATE_WEIGHTS}
-        optimizer = torch.optim.Adam([of_weights, {"params": exact[len(weights) :], "lr": _RATE}])
+        optimizer = torch.optim.Adam(
+            [of_weights, {"params": exact[len(weights) :], "lr": _RATE}]
+        )
         for number in range(steps):
-            optimizer.param_groups[1]["lr"] = _RATE * 0.5 * (1 + math.cos(math.pi * number / steps))
+            optimizer.param_groups[1]["lr"] = (
+                _RATE * 0.5 * (1 + math.cos(math.pi * number / steps))
+            )
             loss = _loss(learned, data, number / steps, generator)
             if not bool(loss.isfinite()):
                 raise CalibrationError(

@@ -28,7 +28,9 @@ class _Shown:
         self._batches, self._enabled = batches, enabled
 
     def __iter__(self) -> Iterator[Any]:
-        yield from progress_bar(self._batches, description="correct_bias_", enabled=self._enabled)
+        yield from progress_bar(
+            self._batches, description="correct_bias_", enabled=self._enabled
+        )
 
 
 def correct_bias_(
@@ -77,7 +79,9 @@ def correct_bias_(
     with_gains = needs_gains(model) if gains is None else gains
     found = correct(runs, gains=with_gains, in_order=True)
     if not found.layers and not found.outputs.batches:
-        reasons = "; ".join(sorted({f"{n}: {why}" for n, why in found.skipped.items()})[:5])
+        reasons = "; ".join(
+            sorted({f"{n}: {why}" for n, why in found.skipped.items()})[:5]
+        )
         raise ConfigError(
             f"correct_bias_: got no layer to correct ({reasons or 'none is quantized'}); "
             "expected a calibrated model whose layers have biases"

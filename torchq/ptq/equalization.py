@@ -40,14 +40,17 @@ from torchq.workflow.layer_matrices import channel_ranges, spread
 _CONVERGED, _ROUNDS = 1e-4, 20
 # What keeps positive factors, element by element.
 _HOMOGENEOUS = (nn.ReLU, nn.LeakyReLU, nn.PReLU, nn.Identity, *DROPOUTS)
-_HOMOGENEOUS_FUNCTIONS = frozenset(["relu", "relu_", "leaky_relu", "leaky_relu_", "dropout"])
+_HOMOGENEOUS_FUNCTIONS = frozenset(
+    ["relu", "relu_", "leaky_relu", "leaky_relu_", "dropout"]
+)
 # Pools do the same for the pixels of one channel.
 _POOLING_FUNCTIONS = frozenset(
     f"{kind}_pool{d}d" for kind in ("max", "avg", "adaptive_avg") for d in (1, 2, 3)
 )
 _CLIPPING = ("relu6", "relu6_", "hardtanh", "hardtanh_")
 _REMEDY = (
-    "Pass tolerance={:.0e} if rounding explains it, as in a network that magnifies small changes"
+    "Pass tolerance={:.0e} if rounding explains it, as in a network that magnifies small "
+    "changes"
 )
 
 
@@ -132,8 +135,14 @@ def equalize_(
         ['2']
     """
     check_not_calibrated("equalize_", model)
-    with torch.no_grad(), evaluating(model), quantizing_only(quantizers(model).values()):
-        flow = record(model, example, lambda m: is_torch_leaf(m) or isinstance(m, QuantModule))
+    with (
+        torch.no_grad(),
+        evaluating(model),
+        quantizing_only(quantizers(model).values()),
+    ):
+        flow = record(
+            model, example, lambda m: is_torch_leaf(m) or isinstance(m, QuantModule)
+        )
         pairs, skipped = _find_pairs(model, flow)
         layers = [layer for pair in pairs for layer in (pair.first, pair.second)]
         most = largest_change(1e-5, layers) if tolerance is None else tolerance
@@ -149,7 +158,9 @@ def equalize_(
             ]
 
         outputs = partial(float_outputs, model, example)
-        equalized, error = change_checked(change, layers, outputs, most, "equalize_", _REMEDY)
+        equalized, error = change_checked(
+            change, layers, outputs, most, "equalize_", _REMEDY
+        )
     return EqualizeReport(tuple(equalized), skipped, error)
 
 
@@ -196,7 +207,9 @@ def _obstacle(model: nn.Module, flow: Flow, layer: nn.Module) -> str | None:
 
 def _second_layer(flow: Flow, call: Call) -> tuple[Any, str | None]:
     """Return the call that alone reads the output of a layer, or the reason why there is none."""
-    is_image = not isinstance(call.module, nn.Linear)  # Pooling keeps its channels apart.
+    is_image = not isinstance(
+        call.module, nn.Linear
+    )  # Pooling keeps its channels apart.
     kinds = (*_HOMOGENEOUS, *(POOLS if is_image else ()))
     names = _HOMOGENEOUS_FUNCTIONS | (_POOLING_FUNCTIONS if is_image else frozenset())
     current = call

@@ -164,7 +164,9 @@ def gptq_(
             rounding.treat(number, one)
             replay.finish(number, "quantized")
 
-        skipped = replay.treat(layers_and_skipped, block, treat, rounding.done, progress)
+        skipped = replay.treat(
+            layers_and_skipped, block, treat, rounding.done, progress
+        )
     return GPTQReport(rounding.done, skipped, len(replay.batches))
 
 
@@ -205,7 +207,9 @@ class BlockRounding:
         for index in range(len(self.replay.batches)):
             got = self.replay.run(number, index, "float", names)
             for name, out in got.outputs.items():
-                targets[name, index] = out + got.shortcuts[name] if name in got.shortcuts else out
+                targets[name, index] = (
+                    out + got.shortcuts[name] if name in got.shortcuts else out
+                )
             repairing |= got.shortcuts.keys()
         return targets, repairing
 
@@ -251,7 +255,10 @@ def _round_(
     if bias is not None:
         layer.bias.copy_(bias)
     return GPTQLayer(
-        before, after, max(damping_of_group for _, damping_of_group in solved), repairs_shortcut
+        before,
+        after,
+        max(damping_of_group for _, damping_of_group in solved),
+        repairs_shortcut,
     ), target_weight
 
 
@@ -287,7 +294,9 @@ class Moments:
 
     def finish(self, *, centred: bool) -> None:
         """Turn sums into means; if ``centred``, those of products about the means."""
-        vars(self).update({n: total.div_(max(self.count, 1)) for n, total in self._sums.items()})
+        vars(self).update(
+            {n: total.div_(max(self.count, 1)) for n, total in self._sums.items()}
+        )
         self._sums = {}
         self.centred = centred
         if centred:
@@ -306,10 +315,15 @@ class Moments:
     def power(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the mean squared error of the outputs of a weight and bias, (groups, outputs)."""
         weight = weight.to(self.xx.dtype)
-        power = self.tt - 2 * (weight * self.tx).sum(2) + quadratic_error(weight, self.xx)
+        power = (
+            self.tt - 2 * (weight * self.tx).sum(2) + quadratic_error(weight, self.xx)
+        )
         if bias is None:
             return power.clamp(min=0)
-        return power.clamp(min=0) + (self.t - self.mean(weight) - bias.to(self.t.dtype)).square()
+        return (
+            power.clamp(min=0)
+            + (self.t - self.mean(weight) - bias.to(self.t.dtype)).square()
+        )
 
     def wanted(self, weight: Tensor, ridge: float) -> Tensor:
         """Return the weight matrix that is to be rounded, in the dtype of the moments."""
@@ -409,7 +423,9 @@ def round_rows_(weight: Tensor, elimination: Elimination, grid: Grid) -> None:
     weight[:, order] = w
 
 
-def round_groups_(weight: Tensor, eliminations: Iterable[Elimination], grid: Grid) -> None:
+def round_groups_(
+    weight: Tensor, eliminations: Iterable[Elimination], grid: Grid
+) -> None:
     """Round every group of ``weight`` by GPTQ, in place."""
     for part in zip(weight, eliminations, grid.groups(), strict=True):
         round_rows_(*part)
@@ -443,7 +459,9 @@ def _descend_groups(q: Tensor, weight: Tensor, h: Tensor, grid: Grid) -> Tensor:
     return torch.stack([descend(*part) for part in parts])
 
 
-def _better(one: Tensor, other: Tensor, weight: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+def _better(
+    one: Tensor, other: Tensor, weight: Tensor, h: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return for each row whether ``one`` is better than ``other``, and the better of both."""
     is_better = quadratic_error(one - weight, h) < quadratic_error(other - weight, h)
     return is_better, torch.where(is_better.unsqueeze(2), one, other)
@@ -463,7 +481,9 @@ def round_with_best_ranges(
     """
     granularity = weight_quantizer(layer).descriptor.granularity
     largest = granularity.amax(weight.reshape(layer.weight.shape)).float()
-    fractions = torch.linspace(1, _SMALLEST, _FRACTIONS, dtype=torch.float32, device="cpu").tolist()
+    fractions = torch.linspace(
+        1, _SMALLEST, _FRACTIONS, dtype=torch.float32, device="cpu"
+    ).tolist()
     one_each = isinstance(granularity, PerAxis) and granularity.axes == (0,)
     if one_each:
         q, amax = _best_of_candidates(layer, weight, h, solved, largest, fractions)
@@ -473,7 +493,9 @@ def round_with_best_ranges(
         round_groups_(q, solved, grid_of(layer, amax))
     # No row shall be worse than rounded to nearest.
     grid = grid_of(layer, amax)
-    ours, other = (_descend_groups(s, weight, h, grid) for s in (q, grid.nearest(weight)))
+    ours, other = (
+        _descend_groups(s, weight, h, grid) for s in (q, grid.nearest(weight))
+    )
     q = _better(other, ours, weight, h)[1]
     for _ in range(_REFITS if one_each else 0):
         amax, q = _refit(layer, weight, h, amax, q)
@@ -505,7 +527,8 @@ def _best_of_candidates(
         part = weight[:, rows]
         tried = part.repeat(1, len(grids), 1)
         scale, divisor = (
-            t[:, :, rows].flatten(1, 2).expand(-1, -1, columns) for t in (scales, divisors)
+            t[:, :, rows].flatten(1, 2).expand(-1, -1, columns)
+            for t in (scales, divisors)
         )
         round_groups_(tried, solved, Grid(scale, divisor, grids[0].format))
         tried = tried.unflatten(1, (len(grids), -1))
@@ -517,7 +540,9 @@ def _best_of_candidates(
     return q, largest * fraction.view(largest.shape)
 
 
-def _refit(layer: Any, weight: Tensor, h: Tensor, amax: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+def _refit(
+    layer: Any, weight: Tensor, h: Tensor, amax: Tensor, q: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return better ranges for the codes of ``q``, and better codes for these ranges."""
     grid = grid_of(layer, amax)
     codes = q / grid.scale
@@ -527,7 +552,9 @@ def _refit(layer: Any, weight: Tensor, h: Tensor, amax: Tensor, q: Tensor) -> tu
     fitted = torch.where((fitted > 0) & fitted.isfinite(), fitted, amax)
     new = grid_of(layer, fitted)
     start = (codes.to(new.scale.dtype) * new.scale).to(q.dtype)
-    is_better, better_codes = _better(_descend_groups(start, weight, h, new), q, weight, h)
+    is_better, better_codes = _better(
+        _descend_groups(start, weight, h, new), q, weight, h
+    )
     return torch.where(is_better.view(amax.shape), fitted, amax), better_codes
 
 

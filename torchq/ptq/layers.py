@@ -56,18 +56,28 @@ def find_layers(
     With ``integer`` the weights must have integer codes. No layer at all, or a fixed range of an
     activation that is not known, is an error that starts with ``where``.
     """
-    obstacles = {n: (m, _obstacle(model, m, integer)) for n, m in weighted_modules(model)}
-    layers = {name: module for name, (module, reason) in obstacles.items() if reason is None}
-    skipped = {name: reason for name, (_, reason) in obstacles.items() if reason is not None}
+    obstacles = {
+        n: (m, _obstacle(model, m, integer)) for n, m in weighted_modules(model)
+    }
+    layers = {
+        name: module for name, (module, reason) in obstacles.items() if reason is None
+    }
+    skipped = {
+        name: reason for name, (_, reason) in obstacles.items() if reason is not None
+    }
     check_found(where, layers, skipped, "a model with quantized Linear or Conv layers")
     check_calibrated(where, model)
     return layers, skipped
 
 
-def check_found(where: str, found: Any, skipped: Mapping[str, str], expected: str) -> None:
+def check_found(
+    where: str, found: Any, skipped: Mapping[str, str], expected: str
+) -> None:
     """Raise an error with the reasons for other layers if no layer was found."""
     if not found:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(skipped.items())[:3])
+        reasons = "; ".join(
+            f"{name}: {reason}" for name, reason in list(skipped.items())[:3]
+        )
         raise ConfigError(
             f"{where}: got no layer to treat ({reasons or 'none is quantized'}); expected "
             f"{expected}. Run torchq.quantize_ first, or leave this algorithm out"
@@ -77,8 +87,12 @@ def check_found(where: str, found: Any, skipped: Mapping[str, str], expected: st
 def check_finite(where: str, count: int, *tensors: Tensor | None) -> None:
     """Raise an error for statistics of no rows, and for NaN or infinity in them."""
     if not count:
-        raise CalibrationError(f"{where}: got batches without rows; expected at least one row")
-    if not all(bool(tensor.isfinite().all()) for tensor in tensors if tensor is not None):
+        raise CalibrationError(
+            f"{where}: got batches without rows; expected at least one row"
+        )
+    if not all(
+        bool(tensor.isfinite().all()) for tensor in tensors if tensor is not None
+    ):
         raise CalibrationError(
             f"{where}: got NaN or infinite inputs or outputs; expected finite ones. Check the "
             "batches and the layers before"
@@ -92,7 +106,9 @@ def in_order(model: nn.Module, skipped: Mapping[str, str]) -> dict[str, str]:
 
 def is_shared(model: nn.Module, tensor: Tensor) -> bool:
     """Return True if several modules have a parameter."""
-    return sum(any(p is tensor for p in m.parameters(False)) for m in model.modules()) > 1
+    return (
+        sum(any(p is tensor for p in m.parameters(False)) for m in model.modules()) > 1
+    )
 
 
 def why_fixed(flow: Flow, layer: Any) -> str | None:
@@ -148,7 +164,9 @@ def check_calibrated(where: str, model: nn.Module) -> None:
 
 def check_not_calibrated(where: str, model: nn.Module) -> None:
     """Raise an error for a calibrated model."""
-    calibrated = [name for name, quantizer in quantizers(model).items() if quantizer.calibrated]
+    calibrated = [
+        name for name, quantizer in quantizers(model).items() if quantizer.calibrated
+    ]
     if calibrated:
         raise ConfigError(
             f"{where}: got a calibrated model ({calibrated[0]} has a range), whose ranges would be "
@@ -193,7 +211,9 @@ def grid_of(layer: Any, amax: Tensor | None = None) -> Grid:
     else:
         amax = amax.to(compute_dtype(weight.dtype))
         scale = scale_from_amax(amax, d.format, d.block_scale_format)
-    aligned, scale = (d.granularity.align(t.to(scale.dtype), weight.shape) for t in (amax, scale))
+    aligned, scale = (
+        d.granularity.align(t.to(scale.dtype), weight.shape) for t in (amax, scale)
+    )
     split = d.granularity.split(weight)
     whole = [
         weight_matrix(layer, d.granularity.join(t.expand_as(split), weight.shape))
@@ -225,7 +245,9 @@ def largest_change(least: float, layers: Sequence[Any]) -> float:
 
     ``least`` is that for float32.
     """
-    return max([least, *(_ULPS * torch.finfo(layer.weight.dtype).eps for layer in layers[:1])])
+    return max(
+        [least, *(_ULPS * torch.finfo(layer.weight.dtype).eps for layer in layers[:1])]
+    )
 
 
 def change_checked(
@@ -257,7 +279,9 @@ def change_checked(
     return result, error
 
 
-def float_outputs(model: nn.Module, batch: Any, forward: Forward | None = None) -> list[Tensor]:
+def float_outputs(
+    model: nn.Module, batch: Any, forward: Forward | None = None
+) -> list[Tensor]:
     """Return the floating-point outputs of a model, in float64; it keeps its state."""
     with state_kept(model):
         out = call_model(model, batch, forward=forward, device=device_of(model))
@@ -265,9 +289,14 @@ def float_outputs(model: nn.Module, batch: Any, forward: Forward | None = None) 
 
 
 def report_text(
-    header: Sequence[str], rows: Iterable[Sequence[str]], skipped: Mapping[str, str], last: str
+    header: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    skipped: Mapping[str, str],
+    last: str,
 ) -> str:
     """Return a table of what was treated, then of what was left alone with reasons, and a line."""
     empty = [""] * (len(header) - 2)
-    skipped_rows = [(name, *empty, f"SKIPPED: {reason}") for name, reason in skipped.items()]
+    skipped_rows = [
+        (name, *empty, f"SKIPPED: {reason}") for name, reason in skipped.items()
+    ]
     return table([tuple(header), *map(tuple, rows), *skipped_rows], last)

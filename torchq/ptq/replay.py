@@ -69,13 +69,19 @@ def find_blocks(
         _split(model, "", layers, calls, modules_by_name, inside_chain=True)
     else:
         modules_by_name = _chosen(model, layers, patterns)
-        modules_by_name |= {n: m for n, m in once.items() if not _is_below(n, modules_by_name)}
+        modules_by_name |= {
+            n: m for n, m in once.items() if not _is_below(n, modules_by_name)
+        }
     blocks = []
     for name, module in modules_by_name.items():
         block_layers = [(n, m) for n, m in once.items() if _is_below(n, [name])]
         if block_layers:
             blocks.append(
-                Block(name, module, dict(sorted(block_layers, key=lambda i: calls[id(i[1])])))
+                Block(
+                    name,
+                    module,
+                    dict(sorted(block_layers, key=lambda i: calls[id(i[1])])),
+                )
             )
     blocks.sort(key=lambda block: calls[id(next(iter(block.layers.values())))])
     treated = {path for block in blocks for path in block.layers}
@@ -91,7 +97,9 @@ def find_blocks(
 
 def _is_below(path: str, names: Iterable[str]) -> bool:
     """Return True if a path is one of ``names`` or lies below one; the root has no name."""
-    return any(not name or path == name or path.startswith(f"{name}.") for name in names)
+    return any(
+        not name or path == name or path.startswith(f"{name}.") for name in names
+    )
 
 
 def _count(name: str, layers: Iterable[str]) -> int:
@@ -118,7 +126,11 @@ def _chosen(
                 f"treat; expected a pattern such as {next(iter(layers), 'layer1.*')!r}"
             )
         chosen |= hits
-    return {name: m for name, m in chosen.items() if not _is_below(name, chosen.keys() - {name})}
+    return {
+        name: m
+        for name, m in chosen.items()
+        if not _is_below(name, chosen.keys() - {name})
+    }
 
 
 def _split(
@@ -149,7 +161,9 @@ def _holds_list_of_blocks(module: nn.Module, name: str, layers: dict[str, Any]) 
     """Return True if a list below ``module`` has two children or more with two layers each."""
     for path, part in module.named_modules(prefix=name):
         if isinstance(part, _LISTS):
-            counts = [_count(child_path(path, c), layers) for c, _ in part.named_children()]
+            counts = [
+                _count(child_path(path, c), layers) for c, _ in part.named_children()
+            ]
             if sum(count > 1 for count in counts) > 1:
                 return True
     return False
@@ -183,7 +197,11 @@ class _AdditionWatch(TorchFunctionMode):
         self.watched: dict[int, tuple[str, Tensor]] = {}
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if getattr(func, "__name__", "") in _ADDITIONS and not kwargs:
             self.look(args)
@@ -194,7 +212,11 @@ class _AdditionWatch(TorchFunctionMode):
         if len(operands) != 2 or not all(isinstance(o, Tensor) for o in operands):
             return
         for one, other in (operands, operands[::-1]):
-            if id(one) in self.watched and one.shape == other.shape and one is not other:
+            if (
+                id(one) in self.watched
+                and one.shape == other.shape
+                and one is not other
+            ):
                 self._report(self.watched.pop(id(one))[0], other)
 
 
@@ -203,7 +225,9 @@ def copied(value: Any) -> Any:
 
     Also caches and the like are copied, but no functions.
     """
-    return map_tensors(value, _cloned, lambda item: item if callable(item) else copy.deepcopy(item))
+    return map_tensors(
+        value, _cloned, lambda item: item if callable(item) else copy.deepcopy(item)
+    )
 
 
 def _cloned(tensor: Tensor) -> Tensor:
@@ -271,7 +295,9 @@ class Replay:
         layers, skipped = found
         blocks, more = find_blocks(self.model, layers, self.count_calls(), patterns)
         self.use_blocks(blocks)
-        shown = progress_bar(blocks, description=self.where, enabled=progress, unit="block")
+        shown = progress_bar(
+            blocks, description=self.where, enabled=progress, unit="block"
+        )
         try:
             for number, block in enumerate(shown):
                 treat(number, block)
@@ -315,20 +341,28 @@ class Replay:
         """
         numbers = {id(block.module): number for number, block in enumerate(blocks)}
         holders = {
-            id(m) for m in self.model.modules() if any(id(p) in numbers for p in m.modules())
+            id(m)
+            for m in self.model.modules()
+            if any(id(p) in numbers for p in m.modules())
         }
 
         def is_leaf(module: nn.Module) -> bool:
-            return id(module) in numbers or (id(module) not in holders and is_torch_leaf(module))
+            return id(module) in numbers or (
+                id(module) not in holders and is_torch_leaf(module)
+            )
 
         with self._floating():
             flow = record(self.model, None, is_leaf, forward=lambda *_: self._call(0))
         forgotten: dict[int, list[int]] = {}
         for call in flow.calls:
             number = numbers.get(id(call.module))
-            readers = [numbers.get(id(r.module), len(blocks)) for r in flow.consumers(call)]
+            readers = [
+                numbers.get(id(r.module), len(blocks)) for r in flow.consumers(call)
+            ]
             if number is not None:
-                forgotten.setdefault(max(readers, default=number + 1), []).append(number)
+                forgotten.setdefault(max(readers, default=number + 1), []).append(
+                    number
+                )
         return forgotten
 
     def finish(self, number: int, kind: Kind) -> None:
@@ -344,7 +378,10 @@ class Replay:
 
     def _forget(self, number: int, index: int) -> None:
         """Forget the values of the outputs of a block, but not their shapes."""
-        for key in self.outputs.keys() & {("float", number, index), ("quantized", number, index)}:
+        for key in self.outputs.keys() & {
+            ("float", number, index),
+            ("quantized", number, index),
+        }:
             self.outputs[key] = map_tensors(self.outputs[key], _blank)
 
     def run(
@@ -377,12 +414,16 @@ class Replay:
             additions.watched[id(out)] = name, out
 
         additions = _AdditionWatch(partial(note, "shortcuts"))
-        adding = [(m, additions.look) for m in self.model.modules() if isinstance(m, Add)]
+        adding = [
+            (m, additions.look) for m in self.model.modules() if isinstance(m, Add)
+        ]
         with (
             self._replayed(number, index, kind),
             additions if names else nullcontext(),
             watching(adding if names else (), before=True),
-            watching(((m, partial(enter, name)) for name, m in layers.items()), before=True),
+            watching(
+                ((m, partial(enter, name)) for name, m in layers.items()), before=True
+            ),
             watching((m, partial(leave, name)) for name, m in layers.items()),
             suppress(_Stop),
         ):
@@ -433,4 +474,6 @@ class Replay:
     def _call(self, index: int) -> None:
         device = device_of(self.model)
         with state_kept(self.model):
-            call_model(self.model, self.batches[index], forward=self._forward, device=device)
+            call_model(
+                self.model, self.batches[index], forward=self._forward, device=device
+            )

@@ -29,7 +29,14 @@ from torchq.ptq.layers import (
     scale_,
     why_fixed,
 )
-from torchq.utils import device_of, evaluating, kept_batches, progress_bar, state_kept, watching
+from torchq.utils import (
+    device_of,
+    evaluating,
+    kept_batches,
+    progress_bar,
+    state_kept,
+    watching,
+)
 from torchq.workflow import quantizers
 from torchq.workflow.layer_matrices import channel_ranges, spread
 
@@ -134,19 +141,30 @@ def smooth_(
         raise ConfigError(f"smooth_: got alpha={alpha!r}; expected 0 to 1, or 'auto'")
     check_not_calibrated("smooth_", model)
     kept_list = kept_batches("smooth_", batches, num_batches)
-    with torch.no_grad(), evaluating(model), quantizing_only(quantizers(model).values()):
+    with (
+        torch.no_grad(),
+        evaluating(model),
+        quantizing_only(quantizers(model).values()),
+    ):
         groups, skipped = _find_groups(model, kept_list[0])
         check_found("smooth_", groups, skipped, "quantized Linear layers behind a norm")
         input_ranges = _observe_inputs(model, groups, kept_list, forward, progress)
 
         def change() -> list[SmoothedGroup]:
-            return [_smooth(group, input_ranges[group.names[0]], alpha) for group in groups]
+            return [
+                _smooth(group, input_ranges[group.names[0]], alpha) for group in groups
+            ]
 
         layers = [module for group in groups for module in (*group.layers, group.norm)]
         most = largest_change(_TOLERANCE, layers)
         outputs = partial(float_outputs, model)
         smoothed, error = change_checked(
-            change, layers, partial(outputs, kept_list[0], forward), most, "smooth_", _REMEDY
+            change,
+            layers,
+            partial(outputs, kept_list[0], forward),
+            most,
+            "smooth_",
+            _REMEDY,
         )
     return SmoothReport(tuple(smoothed), skipped, error)
 
@@ -183,9 +201,13 @@ def _find_groups(model: nn.Module, example: Any) -> tuple[list[_Group], dict[str
     for key, calls in chosen.items():
         source = _source(flow, key, calls)
         if source is not None:
-            names, layers = zip(*((call.name, call.module) for call in calls), strict=True)
+            names, layers = zip(
+                *((call.name, call.module) for call in calls), strict=True
+            )
             groups.append(_Group(names, layers, source.name, source.module))
-            skipped = {name: reason for name, reason in skipped.items() if name not in names}
+            skipped = {
+                name: reason for name, reason in skipped.items() if name not in names
+            }
     return groups, skipped
 
 
@@ -197,14 +219,21 @@ def _obstacle(model: nn.Module, flow: Flow, layer: Any) -> str | None:
     """Return why the input channels of a layer cannot be scaled, or None."""
     if not isinstance(layer.input_quantizer, TensorQuantizer):
         return "its input is not quantized"
-    return why_fixed(flow, layer) or (SHARED if is_shared(model, layer.weight) else None)
+    return why_fixed(flow, layer) or (
+        SHARED if is_shared(model, layer.weight) else None
+    )
 
 
 def _source(flow: Flow, key: tuple[int, ...], calls: list[Call]) -> Call | None:
     """Return the call of the norm that makes what exactly these calls read, or None."""
     source = flow.calls[key[0]] if len(key) == 1 else None
     norm: Any = None if source is None else source.module
-    if source is None or norm is None or not _is_norm(norm) or len(flow.calls_of(norm)) != 1:
+    if (
+        source is None
+        or norm is None
+        or not _is_norm(norm)
+        or len(flow.calls_of(norm)) != 1
+    ):
         return None
     readers = {reader.index for reader in flow.consumers(source)}
     if readers != {call.index for call in calls} or source.index in flow.outputs:
@@ -270,7 +299,9 @@ def _smooth(group: _Group, inputs: _Inputs, asked: float | str) -> SmoothedGroup
             return torch.ones_like(columns)
         return _channel_factors(inputs.largest, columns, exponent)
 
-    alpha = _best_alpha(group, inputs.samples, factors) if isinstance(asked, str) else asked
+    alpha = (
+        _best_alpha(group, inputs.samples, factors) if isinstance(asked, str) else asked
+    )
     best_factors = factors(alpha)
     if alpha is not None:
         for layer in group.layers:

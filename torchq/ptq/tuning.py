@@ -91,7 +91,10 @@ class TunedConfig:
     source: str = field(default="config", compare=False)
 
     def __post_init__(self) -> None:
-        choices = [("method", self.method, methods()), ("algorithm", self.algorithm, ALGORITHMS)]
+        choices = [
+            ("method", self.method, methods()),
+            ("algorithm", self.algorithm, ALGORITHMS),
+        ]
         choices += [("before", name, PREPARATIONS) for name in self.before]
         for argument, value, allowed in choices:
             if value is not None and value not in allowed:
@@ -114,7 +117,9 @@ class TunedConfig:
             TorchqError: what the functions raise.
         """
         example = batches[0]
-        quantize_(model, self.config, target=self.target, example=example, progress=progress)
+        quantize_(
+            model, self.config, target=self.target, example=example, progress=progress
+        )
         for name, function in PREPARATIONS.items():
             if name in self.before:
                 function(model, batches, progress=progress)
@@ -201,7 +206,9 @@ class TuneResult:
         for trial in self.table:
             outcome = trial.error or f"{trial.metric:.4g}"
             bits = "" if math.isnan(trial.mean_bits) else f"{trial.mean_bits:.3g}"
-            rows.append((trial.change, outcome, bits, f"{trial.seconds:.1f}", trial.reason))
+            rows.append(
+                (trial.change, outcome, bits, f"{trial.seconds:.1f}", trial.reason)
+            )
         verdict = "keeps the metric" if self.kept else "does NOT keep the metric"
         seconds = sum(trial.seconds for trial in self.table)
         text = f"{self.metric:.4g} of {self.float_metric:.4g} {verdict}: "
@@ -238,12 +245,22 @@ def _method(best: TunedConfig, search: _Search, name: str) -> TunedConfig:
 
 
 def _algorithm(
-    best: TunedConfig, search: _Search, name: str, least: int = 1, most: int = _FLOAT_BITS
+    best: TunedConfig,
+    search: _Search,
+    name: str,
+    least: int = 1,
+    most: int = _FLOAT_BITS,
 ) -> TunedConfig:
     """Return settings with an algorithm, for narrowest weights and inputs of some widths."""
-    widths = [_bits(d) for slot in ("weight", "input") for d in _descriptors(best.config, slot)]
+    widths = [
+        _bits(d)
+        for slot in ("weight", "input")
+        for d in _descriptors(best.config, slot)
+    ]
     return (
-        replace(best, algorithm=name) if least <= min(widths, default=_FLOAT_BITS) <= most else best
+        replace(best, algorithm=name)
+        if least <= min(widths, default=_FLOAT_BITS) <= most
+        else best
     )
 
 
@@ -264,7 +281,9 @@ def _zero_points(best: TunedConfig, search: _Search) -> TunedConfig:
 def _equalization(best: TunedConfig, search: _Search) -> TunedConfig:
     weights = _descriptors(best.config, "weight")
     per_tensor = any(d.axis is None and d.block_size is None for d in weights)
-    applies = per_tensor and any(isinstance(m, CONVOLUTIONS) for m in search.model.modules())
+    applies = per_tensor and any(
+        isinstance(m, CONVOLUTIONS) for m in search.model.modules()
+    )
     return replace(best, before=(*best.before, "equalize_")) if applies else best
 
 
@@ -276,11 +295,15 @@ def _smoothing(best: TunedConfig, search: _Search) -> TunedConfig:
 
 def _mixture(best: TunedConfig, search: _Search, part: float) -> TunedConfig:
     """Let some layers be wider: mean bits a part of the way to 8 bits, or to float."""
-    plain = [t for t in search.table if not isinstance(t.settings.config, MixedPrecision)]
+    plain = [
+        t for t in search.table if not isinstance(t.settings.config, MixedPrecision)
+    ]
     narrow = max(plain, key=lambda t: -math.inf if math.isnan(t.metric) else t.metric)
     few = any(_bits(d) < _BYTE for d in _descriptors(narrow.settings.config, "weight"))
     wide, most = ("w8a8", _BYTE) if few else ("float", _FLOAT_BITS)
-    budget = {"mean_bits": round(narrow.mean_bits + part * (most - narrow.mean_bits), 2)}
+    budget = {
+        "mean_bits": round(narrow.mean_bits + part * (most - narrow.mean_bits), 2)
+    }
     formats: list[QuantConfig | str] = [narrow.settings.config, wide]
     config = mixed_precision(
         search.model, search.batches, budget=budget, formats=formats, progress=False
@@ -292,9 +315,17 @@ def _mixture(best: TunedConfig, search: _Search, part: float) -> TunedConfig:
 
 #: What is tried in turn, each on the best settings so far: name, reason, change.
 SETTINGS: Sequence[tuple[str, str, Change]] = (
-    ("ends in 8 bits", "the first and last layer are sensitive", partial(_ends, bits=_BYTE)),
+    (
+        "ends in 8 bits",
+        "the first and last layer are sensitive",
+        partial(_ends, bits=_BYTE),
+    ),
     ("zero points", "few negative inputs, as behind SiLU, waste codes", _zero_points),
-    ("mse ranges", "rare large inputs make others coarse", partial(_method, name="mse")),
+    (
+        "mse ranges",
+        "rare large inputs make others coarse",
+        partial(_method, name="mse"),
+    ),
     ("percentile ranges", "the same", partial(_method, name="percentile")),
     ("equalize_", "channels of unequal size share a scale", _equalization),
     ("smooth_", "norms give some channels huge inputs", _smoothing),
@@ -304,14 +335,22 @@ SETTINGS: Sequence[tuple[str, str, Change]] = (
         partial(_algorithm, name="correct_bias_", least=_FEW_BITS + 1),
     ),
     ("gptq_", "weights can make up for each other", partial(_algorithm, name="gptq_")),
-    ("ends in float", "the first and last layer are sensitive", partial(_ends, bits=None)),
+    (
+        "ends in float",
+        "the first and last layer are sensitive",
+        partial(_ends, bits=None),
+    ),
     (
         "adaround_",
         "2 or 3 bits want learned rounding",
         partial(_algorithm, name="adaround_", most=3),
     ),
     *(
-        ("mixed precision", "few layers do most of the damage", partial(_mixture, part=part))
+        (
+            "mixed precision",
+            "few layers do most of the damage",
+            partial(_mixture, part=part),
+        )
         for part in (0.2, 0.4, 0.6, 0.8)
     ),
 )
@@ -380,15 +419,21 @@ def tune(
         raise ConfigError(f"tune: got max_drop={max_drop!r}; expected a number >= 0")
     quantized = next(iter(quantizers(model)), None)
     if quantized is not None:
-        raise ConfigError(f"tune: got a quantized model ({quantized}); expected a float one")
+        raise ConfigError(
+            f"tune: got a quantized model ({quantized}); expected a float one"
+        )
     measure = _found_metric(metric, model, kept_list)
     float_metric = metric_of(measure, copy_module(model).eval())
     if not math.isfinite(float_metric):
-        raise ConfigError(f"tune: the metric of the float model is {float_metric}; expected finite")
+        raise ConfigError(
+            f"tune: the metric of the float model is {float_metric}; expected finite"
+        )
     search = _Search(model, kept_list, measure, float_metric - max_drop)
     deadline = math.inf if time_limit is None else time.monotonic() + time_limit
     candidates = search.candidates(_start(recipe, target))
-    for trial in progress_bar(candidates, description="tune", enabled=progress, unit="trial"):
+    for trial in progress_bar(
+        candidates, description="tune", enabled=progress, unit="trial"
+    ):
         search.try_out(trial)
         if time.monotonic() >= deadline:
             break
@@ -413,13 +458,17 @@ def _found_metric(metric: Any, model: nn.Module, batches: Sequence[Any]) -> Metr
         return chosen.against(model, batches)
     if isinstance(chosen, Evaluation):
         return chosen.function
-    raise ConfigError(f'tune: got metric {metric!r}; expected metric(model), or "detections"')
+    raise ConfigError(
+        f'tune: got metric {metric!r}; expected metric(model), or "detections"'
+    )
 
 
 def _result(search: _Search, float_metric: float) -> TuneResult:
     """Return the best trial as a result, with its model."""
     if search.best is None:
-        reasons = "; ".join(f"{trial.change}: {trial.error}" for trial in search.table[:3])
+        reasons = "; ".join(
+            f"{trial.change}: {trial.error}" for trial in search.table[:3]
+        )
         raise CalibrationError(f"tune: no trial could be made ({reasons})")
     trial = search.best
     if not search.kept:
@@ -431,7 +480,9 @@ def _result(search: _Search, float_metric: float) -> TuneResult:
     model, report = search.model_of(trial.settings)
     code = trial.settings.code("disable" if report.unseen else "error")
     figures = float_metric, trial.metric, trial.mean_bits
-    return TuneResult(model, trial.settings, code, *figures, search.kept, tuple(search.table))
+    return TuneResult(
+        model, trial.settings, code, *figures, search.kept, tuple(search.table)
+    )
 
 
 def metric_of(metric: Metric, model: nn.Module) -> float:
@@ -470,7 +521,12 @@ class _Search:
     def __init__(
         self, model: nn.Module, batches: Sequence[Any], metric: Metric, wanted: float
     ) -> None:
-        self.model, self.batches, self.metric, self.wanted = model, batches, metric, wanted
+        self.model, self.batches, self.metric, self.wanted = (
+            model,
+            batches,
+            metric,
+            wanted,
+        )
         self.table: list[TuneTrial] = []
         self.best: TuneTrial | None = None
         self.last = model
@@ -483,7 +539,9 @@ class _Search:
 
     def candidates(self, start: TunedConfig) -> Iterator[TuneTrial]:
         """Yield what to try until something is good enough; each is tried before the next."""
-        yield TuneTrial(f"recipe {start.config.name}", "calibrate and its correction", start)
+        yield TuneTrial(
+            f"recipe {start.config.name}", "calibrate and its correction", start
+        )
         for name, reason, change in SETTINGS:
             if self.kept:
                 return
@@ -517,7 +575,9 @@ class _Search:
         except TorchqError as reason:
             error = str(reason)
         seconds = time.monotonic() - started
-        trial = replace(trial, metric=metric, mean_bits=bits, seconds=seconds, error=error)
+        trial = replace(
+            trial, metric=metric, mean_bits=bits, seconds=seconds, error=error
+        )
         self.table.append(trial)
         log.debug("tune: %s: %s", trial.change, trial.error or trial.metric)
         if math.isfinite(metric) and (self.best is None or metric > self.best.metric):

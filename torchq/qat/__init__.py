@@ -8,7 +8,12 @@ from torchq.qat.batchnorm import (
 )
 from torchq.qat.distill import Distillation, float_twin, logit_loss
 from torchq.qat.prepare import Preparation, param_groups, prepare
-from torchq.qat.ranges import freeze_ranges_from_, learn_ranges_, observing, share_range_
+from torchq.qat.ranges import (
+    freeze_ranges_from_,
+    learn_ranges_,
+    observing,
+    share_range_,
+)
 
 __all__ = [
     "Distillation",

@@ -9,7 +9,13 @@ from torchq.errors import ConfigError
 from torchq.graph import Forward, call_model
 from torchq.graph.operators import BATCH_NORMS
 from torchq.nn import freeze_norm_, unfreeze_norm_
-from torchq.utils import check_batches, device_of, evaluating, progress_bar, undone_on_error
+from torchq.utils import (
+    check_batches,
+    device_of,
+    evaluating,
+    progress_bar,
+    undone_on_error,
+)
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -26,7 +32,9 @@ def freeze_bn_(model: nn.Module) -> tuple[str, ...]:
     Returns:
         The paths of the layers that it froze.
     """
-    return tuple(name for name, module in list(model.named_modules()) if freeze_norm_(module))
+    return tuple(
+        name for name, module in list(model.named_modules()) if freeze_norm_(module)
+    )
 
 
 def unfreeze_bn_(model: nn.Module) -> tuple[str, ...]:
@@ -89,21 +97,27 @@ def reestimate_bn_(
     """
     check_batches("reestimate_bn_", batches, num_batches)
     norms = [
-        m for m in model.modules() if isinstance(m, BATCH_NORMS) and m.running_mean is not None
+        m
+        for m in model.modules()
+        if isinstance(m, BATCH_NORMS) and m.running_mean is not None
     ]
     if not norms:
         raise ConfigError(
             f"reestimate_bn_: {type(model).__name__} has no BatchNorm with running statistics; "
             "expected at least one"
         )
-    statistics = [b for m in norms for n, b in m.named_buffers(recurse=False) if n in _STATISTICS]
+    statistics = [
+        b for m in norms for n, b in m.named_buffers(recurse=False) if n in _STATISTICS
+    ]
     momenta = [m.momentum for m in norms]
     count = 0
     try:
         with undone_on_error(written=statistics), torch.no_grad(), evaluating(model):
             for norm in norms:
                 norm.reset_running_stats()
-                norm.momentum = None  # torch takes this for the plain average over all batches
+                norm.momentum = (
+                    None  # torch takes this for the plain average over all batches
+                )
                 norm.training = True
             for batch in progress_bar(
                 batches, description="batch norm", most=num_batches, enabled=progress

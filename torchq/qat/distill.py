@@ -37,7 +37,9 @@ def float_twin(model: nn.Module) -> nn.Module:
     return twin.eval().requires_grad_(False)
 
 
-def logit_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0, dim: int = -1) -> Tensor:
+def logit_loss(
+    student: Tensor, teacher: Tensor, temperature: float = 1.0, dim: int = -1
+) -> Tensor:
     """Return the divergence of two predictions, 0 where they are equal.
 
     It is the Kullback-Leibler divergence of the softened classes, times ``temperature**2``,
@@ -68,7 +70,9 @@ def logit_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0, dim: 
 
 def _check_temperature(temperature: float) -> None:
     if not temperature > 0:
-        raise ConfigError(f"distillation: got temperature={temperature!r}; expected a number > 0")
+        raise ConfigError(
+            f"distillation: got temperature={temperature!r}; expected a number > 0"
+        )
 
 
 def first_logits(output: object) -> Tensor:
@@ -123,7 +127,9 @@ class Distillation:
 
     def __enter__(self) -> Distillation:
         """Watch the calls of the model."""
-        self._handle = self.model.register_forward_hook(self._note_call, with_kwargs=True)
+        self._handle = self.model.register_forward_hook(
+            self._note_call, with_kwargs=True
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -133,7 +139,11 @@ class Distillation:
         self._call = None
 
     def _note_call(
-        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], output: object
+        self,
+        module: nn.Module,
+        args: tuple[object, ...],
+        kwargs: dict[str, Any],
+        output: object,
     ) -> None:
         self._call = args, kwargs, output
 
@@ -154,4 +164,6 @@ class Distillation:
         self._call = None
         with torch.no_grad():
             expected = self.teacher(*args, **kwargs)
-        return logit_loss(self._logits(output), self._logits(expected), self.temperature, self.dim)
+        return logit_loss(
+            self._logits(output), self._logits(expected), self.temperature, self.dim
+        )

@@ -56,7 +56,9 @@ def param_groups(
     """
     of_weights = weight_quantizers(model)
     names = {
-        id(end): "ranges" if input_range_lr is None or id(q) in of_weights else "input_ranges"
+        id(end): "ranges"
+        if input_range_lr is None or id(q) in of_weights
+        else "input_ranges"
         for q in quantizers(model).values()
         for end in q.parameters(recurse=False)
     }
@@ -72,7 +74,10 @@ def param_groups(
         if parameter.requires_grad:
             members[names.get(id(parameter), kind)].append(parameter)
     nonempty = {name: params for name, params in members.items() if params}
-    return [{"name": name, "params": params, **groups[name]} for name, params in nonempty.items()]
+    return [
+        {"name": name, "params": params, **groups[name]}
+        for name, params in nonempty.items()
+    ]
 
 
 #: What a model that was trained for no runtime lacks.
@@ -113,7 +118,9 @@ class Preparation:
         ]
         if self.batchnorms:
             count = len(self.batchnorms)
-            lines.append(f"BatchNorm: {count} layers train along; fuse_ folds them afterwards")
+            lines.append(
+                f"BatchNorm: {count} layers train along; fuse_ folds them afterwards"
+            )
         if self.quantized.target is None:
             lines.append(NO_TARGET)
         return "\n".join(lines)
@@ -199,7 +206,11 @@ def prepare(
         settings = {"num_batches": _BATCHES, "correct": False, **calibration}
         calibrated = calibrate(model, batches, **settings)
     groups = param_groups(
-        model, lr=lr, weight_decay=weight_decay, range_lr=range_lr, input_range_lr=input_range_lr
+        model,
+        lr=lr,
+        weight_decay=weight_decay,
+        range_lr=range_lr,
+        input_range_lr=input_range_lr,
     )
     norms = tuple(name for name, module in model.named_modules() if is_norm(module))
     return Preparation(model, quantized, calibrated, groups, norms)

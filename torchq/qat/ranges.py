@@ -85,7 +85,9 @@ def _clipped_gradient(x: Tensor, quantizer: TensorQuantizer) -> Tensor:
     else:
         bottom, top = living_ends(d.granularity.align(amin.to(dtype), x.shape), top)
         scale, point = scale_and_zero_point(bottom, top, d.format, d.block_scale_format)
-    low, high = (scale * (end - point) for end in (d.format.quant_min, d.format.quant_max))
+    low, high = (
+        scale * (end - point) for end in (d.format.quant_min, d.format.quant_max)
+    )
     clipped = torch.minimum(torch.maximum(parts.to(dtype), low), high)
     return straight_through(d.granularity.join(clipped.to(x.dtype), x.shape), y)
 
@@ -103,7 +105,9 @@ def _learned(path: str, quantizer: TensorQuantizer, method: str) -> QuantDescrip
         )
     changes: dict[str, Any] = {"symmetric": False} if method == "lsq+" else {}
     try:
-        return quantizer.descriptor.replace(learn_amax=True, scale_range_grad=True, **changes)
+        return quantizer.descriptor.replace(
+            learn_amax=True, scale_range_grad=True, **changes
+        )
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
 
@@ -114,7 +118,10 @@ def _make_parameters(quantizer: TensorQuantizer, descriptor: QuantDescriptor) ->
     if not descriptor.symmetric:
         low_end = quantizer.amin
         if low_end is None:  # The range was symmetric; unsigned codes start at 0.
-            low = quantizer.descriptor.format.quant_min / quantizer.descriptor.format.quant_max
+            low = (
+                quantizer.descriptor.format.quant_min
+                / quantizer.descriptor.format.quant_max
+            )
             low_end = amax * low
         ends["amin"] = low_end.detach().clone()
     quantizer.drop_qparams()
@@ -124,7 +131,9 @@ def _make_parameters(quantizer: TensorQuantizer, descriptor: QuantDescriptor) ->
         quantizer.register_parameter(name, nn.Parameter(value))
 
 
-def share_range_(model: nn.Module, patterns: Sequence[Pattern] | Pattern) -> TensorQuantizer:
+def share_range_(
+    model: nn.Module, patterns: Sequence[Pattern] | Pattern
+) -> TensorQuantizer:
     """Let all activation quantizers that a pattern selects be one quantizer, in place.
 
     They are calibrated together, learned together and exported with one scale. A runtime needs
@@ -153,7 +162,9 @@ def share_range_(model: nn.Module, patterns: Sequence[Pattern] | Pattern) -> Ten
     """
     weights = weight_quantizers(model)
     selected = select_quantizers(model, patterns)
-    chosen = [path for path, quantizer in selected.items() if id(quantizer) not in weights]
+    chosen = [
+        path for path, quantizer in selected.items() if id(quantizer) not in weights
+    ]
     if len(chosen) < 2:
         raise ConfigError(
             f"share_range_: {patterns!r} selects {chosen or 'no quantizer of activations'}; "

@@ -11,7 +11,12 @@ from torchq.runtimes.executorch.runtime import ExecuTorch
 from torchq.runtimes.fastest import Candidate, FastestReport
 from torchq.runtimes.file_engine import EngineModule, FileEngine
 from torchq.runtimes.onnx_engine import OnnxEngine
-from torchq.runtimes.onnxruntime import InspectReport, NodePlacement, OnnxRuntime, inspect_onnx
+from torchq.runtimes.onnxruntime import (
+    InspectReport,
+    NodePlacement,
+    OnnxRuntime,
+    inspect_onnx,
+)
 from torchq.runtimes.openvino import OpenVino
 from torchq.runtimes.qnn import Qnn
 from torchq.runtimes.tensorrt import TensorRt
@@ -41,5 +46,13 @@ __all__ = [
     "deploy",
 ]
 
-for _runtime in (Torch(), OnnxRuntime(), OpenVino(), TensorRt(), ExecuTorch(), Qnn(), *CHIPS):
+for _runtime in (
+    Torch(),
+    OnnxRuntime(),
+    OpenVino(),
+    TensorRt(),
+    ExecuTorch(),
+    Qnn(),
+    *CHIPS,
+):
     RUNTIMES.add(_runtime.name, _runtime)

@@ -10,7 +10,14 @@ from torch import nn
 from torchq.errors import ConfigError
 from torchq.lowering.api import simulated_copy
 from torchq.lowering.placeholder import add_placeholder_, placeholder_for
-from torchq.runtime import RUNTIMES, Runtime, check_planned, planned_runtime, runtime_of, targets
+from torchq.runtime import (
+    RUNTIMES,
+    Runtime,
+    check_planned,
+    planned_runtime,
+    runtime_of,
+    targets,
+)
 from torchq.runtimes.engine import Engine, Task
 from torchq.runtimes.fastest import build_fastest
 from torchq.runtimes.file_engine import EngineModule
@@ -95,7 +102,11 @@ def deploy(
         if target == _FASTEST:
             _require_example(_FASTEST, example)
             task = Task(
-                simulated_copy(model), example, progress, batches=sample_batches, compares=check
+                simulated_copy(model),
+                example,
+                progress,
+                batches=sample_batches,
+                compares=check,
             )
             result, report = build_fastest(task)
             result.report = report  # type: ignore[assignment]
@@ -106,7 +117,11 @@ def deploy(
                 _require_example(chosen.name, example)
             chosen.check()
             task = Task(
-                simulated_copy(model), example, progress, batches=sample_batches, compares=check
+                simulated_copy(model),
+                example,
+                progress,
+                batches=sample_batches,
+                compares=check,
             )
             result = chosen.build(task)
             name = chosen.name

@@ -15,7 +15,15 @@ AVG_POOLS = "type:torch.nn.modules.pooling.*AvgPool[123]d"
 #: convolution would have to return floats.
 ACTIVATIONS = tuple(
     f"type:torch.nn.modules.activation.{name}"
-    for name in ("SiLU", "Hardswish", "Hardsigmoid", "LeakyReLU", "ELU", "Mish", "Sigmoid")
+    for name in (
+        "SiLU",
+        "Hardswish",
+        "Hardsigmoid",
+        "LeakyReLU",
+        "ELU",
+        "Mish",
+        "Sigmoid",
+    )
 )
 
 
@@ -46,7 +54,9 @@ def dequantized(value: Value) -> Node | None:
 def scales_of(node: Node) -> tuple[float, ...]:
     """Return the scales of a QuantizeLinear or DequantizeLinear; none where they are not stored."""
     scale = node.inputs[1]
-    return tuple(value_of(scale).float().reshape(-1).tolist()) if scale.const_value else ()
+    return (
+        tuple(value_of(scale).float().reshape(-1).tolist()) if scale.const_value else ()
+    )
 
 
 def check_one_range_per_tensor(model: Model) -> Iterator[str]:
@@ -83,7 +93,9 @@ def has_quantized_weight(node: Node) -> bool:
     return weight_of(node) is not None or FLOAT_WEIGHT in str(node.inputs[1].name)
 
 
-def check_unfolded_norms(effect: str, kinds: Sequence[str], model: Model) -> Iterator[str]:
+def check_unfolded_norms(
+    effect: str, kinds: Sequence[str], model: Model
+) -> Iterator[str]:
     """Yield one sentence on BatchNorms behind quantized layers, if there are any.
 
     Args:

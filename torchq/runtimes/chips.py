@@ -21,7 +21,9 @@ def layers(
     name: str, input: QuantDescriptor, weight: QuantDescriptor, per_channel: bool = True
 ) -> QuantConfig:
     """Return the rules for convolutions, linear layers and attention."""
-    return QuantConfig(tuple(compute_layers(input, weight, per_channel=per_channel)), name=name)
+    return QuantConfig(
+        tuple(compute_layers(input, weight, per_channel=per_channel)), name=name
+    )
 
 
 _NARROW = QuantDescriptor(narrow_range=True, rounding="half_away")
@@ -40,7 +42,12 @@ _ROWS = (
         QuantDescriptor(rounding="half_away"),
         True,
     ),
-    ("nxp", _SHIFT.replace(rounding="half_up"), _SHIFT.replace(rounding="half_away"), True),
+    (
+        "nxp",
+        _SHIFT.replace(rounding="half_up"),
+        _SHIFT.replace(rounding="half_away"),
+        True,
+    ),
     ("fpga", _SHIFT, _SHIFT, False),
 )
 _ONE_SCALE = partial(one_weight_scale, ("*",))

@@ -54,7 +54,9 @@ _KEEPS_GRID = frozenset(["relu", "dropout", "identity", "adaptive_max_pool2d"])
 def writes_first_argument(node: fx.Node, graph_module: fx.GraphModule) -> bool:
     """Return True if a call writes its result into its first argument, as ``relu_`` does."""
     is_module = node.op == "call_module"
-    if writes(node, graph_module.get_submodule(str(node.target)) if is_module else None):
+    if writes(
+        node, graph_module.get_submodule(str(node.target)) if is_module else None
+    ):
         return True
     if getattr(node.target, "__module__", None) != "torch.nn.functional":
         return False
@@ -170,7 +172,12 @@ class NodeCall:
 def _is_integer_grid(quantizer: TensorQuantizer) -> bool:
     d = quantizer.descriptor
     plain = quantizer.quantizing and d.fake_quant and quantizer.delegate is None
-    return plain and quantizer.calibrated and not d.dynamic and isinstance(d.format, IntFormat)
+    return (
+        plain
+        and quantizer.calibrated
+        and not d.dynamic
+        and isinstance(d.format, IntFormat)
+    )
 
 
 def _grid(quantizer: TensorQuantizer) -> tuple[object, ...]:
@@ -194,7 +201,9 @@ def _likely_meant(name: str) -> str | None:
     homes = (torch, functional, Tensor, operator, nn)
     if any(hasattr(home, name) for home in (*homes, torch.ops.aten)):
         return None
-    names = {known for home in homes for known in dir(home) if not known.startswith("_")}
+    names = {
+        known for home in homes for known in dir(home) if not known.startswith("_")
+    }
     # At .85 a name of six letters may lack one of them.
     return next(iter(difflib.get_close_matches(name, sorted(names), 1, 0.85)), None)
 
@@ -357,7 +366,9 @@ def quantize_multiplier(real: Tensor) -> tuple[Tensor, Tensor]:
     """
     mantissa, exponent = torch.frexp(real)
     exponent = exponent.to(torch.int64)
-    multiplier = (mantissa * 2.0**31 + 0.5).floor().to(torch.int64)  # Exact: 53 bits suffice.
+    multiplier = (
+        (mantissa * 2.0**31 + 0.5).floor().to(torch.int64)
+    )  # Exact: 53 bits suffice.
     carried = multiplier == 1 << 31
     multiplier = torch.where(carried, multiplier >> 1, multiplier)
     exponent = exponent + carried.to(torch.int64)
@@ -477,7 +488,10 @@ def _add(call: NodeCall, *args: Any, **kwargs: Any) -> Tensor:
     parts = [_centered(x, q) for x, q in pairs]  # type: ignore[arg-type]
     # Steps of twice the larger scale, so that the sum of two codes has the range of one.
     widest = 2 * torch.maximum(*(scale.reshape(()) for _, scale in parts))
-    shifted = [multiply(codes << _HEADROOM, scale.reshape(()) / widest) for codes, scale in parts]
+    shifted = [
+        multiply(codes << _HEADROOM, scale.reshape(()) / widest)
+        for codes, scale in parts
+    ]
     total = shifted[0] + shifted[1]
     return _requantized(total, widest / 2**_HEADROOM, reader).to(args[0].dtype)
 
@@ -489,7 +503,10 @@ _HEADROOM = 20
 def _scaled(call: NodeCall, sums: Tensor, scales: Tensor) -> Tensor:
     """Return sums of products of codes as the next quantizer reads them."""
     accumulator = sums.to(torch.int64)
-    if accumulator.numel() and not _INT32[0] <= accumulator.min() <= accumulator.max() <= _INT32[1]:
+    if (
+        accumulator.numel()
+        and not _INT32[0] <= accumulator.min() <= accumulator.max() <= _INT32[1]
+    ):
         raise QuantizationError(
             f"fixed_point: {call.node.name}: got a sum of {int(accumulator.abs().max())}; expected "
             "sums within int32. Use fewer bits, or a layer with fewer inputs"
@@ -500,7 +517,9 @@ def _scaled(call: NodeCall, sums: Tensor, scales: Tensor) -> Tensor:
     return _requantized(accumulator, scales, reader)
 
 
-def _requantized(accumulator: Tensor, scales: Tensor, reader: TensorQuantizer) -> Tensor:
+def _requantized(
+    accumulator: Tensor, scales: Tensor, reader: TensorQuantizer
+) -> Tensor:
     """Return the values of the codes that a quantizer would read; ``scales`` are of the sums."""
     scale, zero_point = (t.double().reshape(()) for t in reader.calculate_qparams())
     codes = multiply(accumulator, scales / scale) + zero_point.to(torch.int64)

@@ -127,10 +127,14 @@ class Task:
             checks = self._probes[key, quantized] = []
             for example in probes(model, self.example, lengths):
                 try:
-                    checks.append(ReferenceCheck(model, example, "an example of another shape"))
+                    checks.append(
+                        ReferenceCheck(model, example, "an example of another shape")
+                    )
                 except ExportError:
                     raise
-                except Exception as error:  # a model may refuse a batch in any way it likes
+                except (
+                    Exception
+                ) as error:  # a model may refuse a batch in any way it likes
                     log.debug("the model does not run on other lengths: %s", error)
         return self._probes[key, quantized]
 

@@ -102,7 +102,10 @@ def _rows(tensors: Mapping[str, Tensor]) -> int:
 
 
 def _resized(
-    model: nn.Module, example: Any, count: int, places: Mapping[str, tuple[int, ...]] | None = None
+    model: nn.Module,
+    example: Any,
+    count: int,
+    places: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Any:
     """Return an example with so many rows, repeated or cut, and twice as long in some places."""
     new = _tensors(model, example)
@@ -143,7 +146,10 @@ def export_graph(
     ``outcome`` is what the model returns for the example.
     """
     results, structure = flatten(outcome)
-    opened = {name: {dim: f"{name}_{dim}" for dim in dims} for name, dims in lengths.others.items()}
+    opened = {
+        name: {dim: f"{name}_{dim}" for dim in dims}
+        for name, dims in lengths.others.items()
+    }
     with (
         tempfile.TemporaryDirectory() as folder,
         _flat_results(model, structure),
@@ -178,7 +184,9 @@ def export_graph(
 @contextmanager
 def _flat_results(model: nn.Module, structure: Structure) -> Iterator[None]:
     """Let a model return a tuple of tensors, which every exporter can write."""
-    handle = model.register_forward_hook(lambda module, args, out: tuple(structure.tensors_of(out)))
+    handle = model.register_forward_hook(
+        lambda module, args, out: tuple(structure.tensors_of(out))
+    )
     try:
         yield
     finally:
@@ -246,7 +254,9 @@ def _no_output() -> Iterator[None]:
         os.close(before)
 
 
-def _interface(model: nn.Module, example: Any, path: Path, structure: Any) -> GraphInterface:
+def _interface(
+    model: nn.Module, example: Any, path: Path, structure: Any
+) -> GraphInterface:
     parameters, values = example_arguments(model, example)
     graph = load_model(path, check=False).graph
     inputs = tuple(
@@ -272,4 +282,6 @@ def _lengths(value: Any) -> tuple[int | None, ...]:
 
 def class_name(model: nn.Module) -> str:
     """Return the name of the class that a model had before it was quantized."""
-    return next(cls for cls in type(model).__mro__ if not issubclass(cls, QuantModule)).__name__
+    return next(
+        cls for cls in type(model).__mro__ if not issubclass(cls, QuantModule)
+    ).__name__

@@ -75,25 +75,35 @@ def build_fastest(task: Task) -> tuple[nn.Module, FastestReport]:
     modules: dict[Engine, nn.Module] = {}
     notes: dict[Engine, list[str]] = {}
     engines = list(_candidates(problems))
-    shown = progress_bar(engines, description="engines", unit="engine", enabled=task.progress)
+    shown = progress_bar(
+        engines, description="engines", unit="engine", enabled=task.progress
+    )
     for engine in shown:
         try:
             module, notes[engine] = _built(engine, task)
             with torch.no_grad():
                 call_model(module, task.example)
             modules[engine] = module
-        except Exception as error:  # a runtime may fail in any way it likes; another one is taken
+        except (
+            Exception
+        ) as error:  # a runtime may fail in any way it likes; another one is taken
             problems[engine] = str(error) or type(error).__name__
             log.debug("%s is no candidate: %s", engine.label, problems[engine])
     if not modules:
-        failures = "; ".join(f"{engine.label}: {problem}" for engine, problem in problems.items())
-        raise ExportError(f"deploy: no runtime runs the model ({failures}); expected one at least")
+        failures = "; ".join(
+            f"{engine.label}: {problem}" for engine, problem in problems.items()
+        )
+        raise ExportError(
+            f"deploy: no runtime runs the model ({failures}); expected one at least"
+        )
     seconds = _medians(modules, task.example)
     order = sorted(modules, key=seconds.__getitem__)
     for note in notes[order[0]]:
         warnings.warn(note, stacklevel=3)
     candidates = [Candidate(engine, seconds[engine]) for engine in order]
-    candidates += [Candidate(engine, math.inf, problem) for engine, problem in problems.items()]
+    candidates += [
+        Candidate(engine, math.inf, problem) for engine, problem in problems.items()
+    ]
     report = FastestReport(order[0].label, tuple(candidates), torch.get_num_threads())
     return modules[order[0]], report
 
@@ -126,7 +136,10 @@ def _medians(modules: Mapping[Engine, nn.Module], example: Any) -> dict[Engine, 
     """
     alone = torch.get_num_threads() == 1 and all(t.is_cpu for t in tensors_in(example))
     clock = time.process_time if alone else time.perf_counter
-    calls = {engine: partial(call_model, module, example) for engine, module in modules.items()}
+    calls = {
+        engine: partial(call_model, module, example)
+        for engine, module in modules.items()
+    }
     with torch.no_grad():
         samples_by_engine = time_calls(calls, clock=clock, **_MEASUREMENT)
     return {engine: samples.median for engine, samples in samples_by_engine.items()}

@@ -152,7 +152,9 @@ class EngineModule(nn.Module):
                 if run is None:
                     read = partial(_bytes_of, self.graph)
                     usual = self.interface.usual
-                    run = self._opened[threads] = self.settings.open(read, threads, usual)
+                    run = self._opened[threads] = self.settings.open(
+                        read, threads, usual
+                    )
         return run
 
     def graph_bytes(self) -> bytes:

@@ -46,7 +46,9 @@ class GraphInput:
         fits = all(want is None or got == want for got, want in pairs)
         if fits and value.dim() == len(self.shape):
             return ""
-        shown = ", ".join("any" if length is None else str(length) for length in self.shape)
+        shown = ", ".join(
+            "any" if length is None else str(length) for length in self.shape
+        )
         return (
             f"got shape {tuple(value.shape)}; expected ({shown}). The graph was made for these "
             "lengths: deploy with an example of the wanted shape"
@@ -87,7 +89,9 @@ class CallSignature:
         for graph_input in self.inputs:
             value = values.pop(graph_input.name, None)
             if problem := graph_input.problem(value, device):
-                raise InputError(f"{self.model}: argument {graph_input.name!r}: {problem}")
+                raise InputError(
+                    f"{self.model}: argument {graph_input.name!r}: {problem}"
+                )
             feeds[graph_input.name] = value
         for name, value in values.items():
             if name not in self.unread:
@@ -97,11 +101,19 @@ class CallSignature:
     def _require_constant(self, name: str, value: Any) -> None:
         """Raise an error unless an argument has the value that is built into the graph."""
         parameter = self.parameters.parameters.get(name)
-        default = None if parameter is None or parameter.default is _EMPTY else parameter.default
+        default = (
+            None
+            if parameter is None or parameter.default is _EMPTY
+            else parameter.default
+        )
         built_in = self.constants.get(name, default)
-        if value is built_in or (type(value) is type(built_in) and bool(value == built_in)):
+        if value is built_in or (
+            type(value) is type(built_in) and bool(value == built_in)
+        ):
             return
-        shown = f"a {type(value).__name__}" if isinstance(value, Tensor) else repr(value)
+        shown = (
+            f"a {type(value).__name__}" if isinstance(value, Tensor) else repr(value)
+        )
         raise InputError(
             f"{self.model}: argument {name!r}: got {shown}; expected {built_in!r}, which is built "
             "into the graph. Deploy with an example that has the other value"
@@ -122,7 +134,9 @@ def argument_values(bound: inspect.BoundArguments) -> dict[str, Any]:
     return values
 
 
-def example_arguments(model: nn.Module, example: Any) -> tuple[inspect.Signature, dict[str, Any]]:
+def example_arguments(
+    model: nn.Module, example: Any
+) -> tuple[inspect.Signature, dict[str, Any]]:
     """Return the signature of a model without annotations, and the arguments of an example."""
     args, kwargs = call_arguments(model, example)
     signature = inspect.signature(model.forward)
@@ -131,7 +145,9 @@ def example_arguments(model: nn.Module, example: Any) -> tuple[inspect.Signature
     values = argument_values(plain.bind(*args, **kwargs))
     for name, value in values.items():
         parts = pytree.tree_leaves(value)
-        if not isinstance(value, Tensor) and any(isinstance(part, Tensor) for part in parts):
+        if not isinstance(value, Tensor) and any(
+            isinstance(part, Tensor) for part in parts
+        ):
             raise ExportError(
                 f"deploy: argument {name!r} is a {type(value).__name__} of tensors; expected a "
                 "tensor, as graphs take tensors by name. Use target='torch'"
@@ -140,7 +156,17 @@ def example_arguments(model: nn.Module, example: Any) -> tuple[inspect.Signature
 
 
 #: Values without tensors, which a graph cannot return: they are what they were for the example.
-_CONSTANTS = (type(None), bool, int, float, str, bytes, enum.Enum, torch.dtype, torch.device)
+_CONSTANTS = (
+    type(None),
+    bool,
+    int,
+    float,
+    str,
+    bytes,
+    enum.Enum,
+    torch.dtype,
+    torch.device,
+)
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,9 @@ def file_of(graph: bytes) -> Iterator[Path]:
         yield path
 
 
-def runs_as_written(module: EngineModule, example: Any, most: float = EQUAL_RESULTS) -> bool:
+def runs_as_written(
+    module: EngineModule, example: Any, most: float = EQUAL_RESULTS
+) -> bool:
     """Return True if an engine returns what its file does, run node by node.
 
     A deep network may amplify one value that is rounded the other way at a tie. So results may
@@ -73,7 +75,9 @@ def _changed(x: Tensor) -> Tensor:
     """Return floating-point numbers with a noise of a thousandth; others as they are."""
     if not x.is_floating_point():
         return x
-    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), device="cpu")
+    noise = torch.randn(
+        x.shape, generator=torch.Generator().manual_seed(0), device="cpu"
+    )
     return (x * (1 + max(1e-3, torch.finfo(x.dtype).eps) * noise)).to(x.dtype)
 
 
@@ -118,7 +122,9 @@ class OnnxEngine(FileEngine):
                     self._compare(module, task, lengths)
                     return module
                 except ExportError as error:
-                    log.debug("%s, dynamo=%s, %s: %s", self.label, dynamo, lengths, error)
+                    log.debug(
+                        "%s, dynamo=%s, %s: %s", self.label, dynamo, lengths, error
+                    )
                     problems.append(error)
                     if _depends_on_data(error):
                         hopeless.add(dynamo)
@@ -136,7 +142,9 @@ class OnnxEngine(FileEngine):
             if note:
                 warnings.warn(note, stacklevel=5)
 
-    def _compare_on(self, module: EngineModule, task: Task, check: ReferenceCheck) -> str:
+    def _compare_on(
+        self, module: EngineModule, task: Task, check: ReferenceCheck
+    ) -> str:
         """Raise an error if results differ, unless every layer agrees; return what is suspicious.
 
         Results that are as near as float32 and few codes explain need no closer look.
@@ -172,7 +180,9 @@ class OnnxEngine(FileEngine):
             "tie. Its quantized results depend on the machine that computes them"
         )
 
-    def compare_lengths(self, module: EngineModule, task: Task, lengths: OpenLengths) -> None:
+    def compare_lengths(
+        self, module: EngineModule, task: Task, lengths: OpenLengths
+    ) -> None:
         """Raise ExportError where results for other lengths than those of the example differ.
 
         A graph that is opened for these may be large, and is opened again once a call needs it.
@@ -186,7 +196,11 @@ class OnnxEngine(FileEngine):
                     "expected the same, as a graph holds those of the example"
                 )
             problem = check.difference(module)
-            agrees = self.quantized and problem and _file_agrees(module, task, check.example)[0]
+            agrees = (
+                self.quantized
+                and problem
+                and _file_agrees(module, task, check.example)[0]
+            )
             if problem and not agrees:
                 raise ExportError(
                     f"deploy: target {self.label!r}: for an example of another shape {problem}"
@@ -233,14 +247,18 @@ def _file_agrees(module: EngineModule, task: Task, example: Any) -> tuple[bool, 
         except (ExportError, MissingExtraError) as error:
             log.debug("the file could not be verified: %s", error)
             return False, False
-    by_one = [x for x in report.layers if x.allowed and not x.parameters and x.max_diff <= 1]
+    by_one = [
+        x for x in report.layers if x.allowed and not x.parameters and x.max_diff <= 1
+    ]
     agrees = bool(report.layers) and all(x.ok or x in by_one for x in report.layers)
     return agrees, report.shows_session
 
 
 def _require_float32(model: nn.Module) -> None:
     """Raise an error if a model computes in another dtype than float32."""
-    dtype = next((t.dtype for t in model.parameters() if t.is_floating_point()), torch.float32)
+    dtype = next(
+        (t.dtype for t in model.parameters() if t.is_floating_point()), torch.float32
+    )
     if dtype is not torch.float32:
         raise ExportError(
             f"deploy: got a model in {dtype}; expected float32, which other engines run. Call "

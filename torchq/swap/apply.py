@@ -19,7 +19,13 @@ from torchq.nn import (
     share_quantizers_,
     shared_groups,
 )
-from torchq.nn.calls.modules import CHANGED, OperatorOwner, RoutedModule, forward_digest, route_
+from torchq.nn.calls.modules import (
+    CHANGED,
+    OperatorOwner,
+    RoutedModule,
+    forward_digest,
+    route_,
+)
 from torchq.nn.calls.routes import CallSite
 from torchq.nn.convert import float_class_of, unchanged_on_error, unparametrized
 from torchq.nn.integer_kernel import IntegerKernel
@@ -87,10 +93,14 @@ def plan_of(model: nn.Module) -> Plan:
     """
     current = as_it_is(model)
     kept_plans = [
-        (p, vars(m)[_ATTRIBUTE]) for p, m in model.named_modules() if _ATTRIBUTE in vars(m)
+        (p, vars(m)[_ATTRIBUTE])
+        for p, m in model.named_modules()
+        if _ATTRIBUTE in vars(m)
     ]
     for prefix, plan in reversed(kept_plans):
-        current = replace(current, decisions=_explained(current.decisions, plan.decisions, prefix))
+        current = replace(
+            current, decisions=_explained(current.decisions, plan.decisions, prefix)
+        )
     whole: Plan = vars(model).get(_ATTRIBUTE, current)
     kept_fields: dict[str, Any] = {
         "target": whole.target,
@@ -110,7 +120,11 @@ def _explained(
     result = []
     for old in kept:
         names = tuple(f"{start}{name}" if name else prefix for name in old.names)
-        now = unexplained.pop(names[0], None) if not old.reason else unexplained.get(names[0])
+        now = (
+            unexplained.pop(names[0], None)
+            if not old.reason
+            else unexplained.get(names[0])
+        )
         if old.reason and now is None:
             result.append(replace(old, names=names))
         elif not old.reason and now is not None:
@@ -153,7 +167,9 @@ def as_it_is(model: nn.Module) -> Plan:
             continue
         owned |= _own_children(module)
         if isinstance(module, OperatorOwner) and module.replacements:
-            operators[names[0]] = Operators(class_name(module), dict(module.replacements))
+            operators[names[0]] = Operators(
+                class_name(module), dict(module.replacements)
+            )
         calls = module.torchq_calls if isinstance(module, RoutedModule) else ()
         if calls or not (isinstance(module, OperatorOwner) and module.is_container):
             rows.append(_decision_of(names, module, calls))
@@ -295,7 +311,9 @@ def _give_to_kernels(model: nn.Module, plan: Plan) -> None:
     for decision in plan.replaced:
         module = known.get(decision.name)
         result = known.get(decision.rounded_by) if decision.rounded_by else None
-        if isinstance(module, QuantModule) and isinstance(result, (TensorQuantizer, NoneType)):
+        if isinstance(module, QuantModule) and isinstance(
+            result, (TensorQuantizer, NoneType)
+        ):
             module.integer_kernel = IntegerKernel(runtime.name, result)
 
 
@@ -319,14 +337,18 @@ def _check_forwards(model: nn.Module, plan: Plan) -> None:
     for path, digest in plan.forwards.items():
         module = dict(model.named_modules()).get(path)
         if module is not None and forward_digest(module) != digest:
-            raise QuantizationError(f"{path or '(root)'}: {class_name(module)}: {CHANGED}")
+            raise QuantizationError(
+                f"{path or '(root)'}: {class_name(module)}: {CHANGED}"
+            )
 
 
 def keep_plan(model: nn.Module, plan: Plan) -> None:
     """Leave a plan with its model, and with it what an earlier one says of modules in it."""
     before: Plan = vars(model).get(_ATTRIBUTE, Plan())
     earlier = {d.name: d for d in before.replaced}
-    rows = tuple(earlier.get(d.name, d) if d.reason == ALREADY else d for d in plan.decisions)
+    rows = tuple(
+        earlier.get(d.name, d) if d.reason == ALREADY else d for d in plan.decisions
+    )
     vars(model)[_ATTRIBUTE] = replace(plan, decisions=rows)
 
 
@@ -356,7 +378,9 @@ def _add_operators(model: nn.Module, plan: Plan) -> None:
             cls = None if decision is None else OPERATORS.get(decision.class_name)
             problem = f"there is no operator for {child}; expected a decision about it"
             if hasattr(owner, child):
-                problem = f"has an attribute {child} already; expected a module without it"
+                problem = (
+                    f"has an attribute {child} already; expected a module without it"
+                )
             if cls is None or hasattr(owner, child):
                 raise QuantizationError(
                     f"{path or '(root)'}: {problem}. Load into the architecture that was saved"
@@ -372,7 +396,9 @@ def _add_operators(model: nn.Module, plan: Plan) -> None:
 
 
 def _sites(plan: Plan, decision: Decision) -> Mapping[str, str] | None:
-    entries = [plan.operators[name] for name in decision.names if name in plan.operators]
+    entries = [
+        plan.operators[name] for name in decision.names if name in plan.operators
+    ]
     return entries[0].sites if entries else None
 
 

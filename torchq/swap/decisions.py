@@ -91,7 +91,9 @@ class Draft(Decision):
 
     def decision(self) -> Decision:
         """Return the decision without its module."""
-        return Decision(**{one.name: getattr(self, one.name) for one in fields(Decision)})
+        return Decision(
+            **{one.name: getattr(self, one.name) for one in fields(Decision)}
+        )
 
 
 def obstacle(module: nn.Module, parent: nn.Module | None) -> str | None:
@@ -122,7 +124,9 @@ def obstacle(module: nn.Module, parent: nn.Module | None) -> str | None:
             "pass example= to find its function calls, or register a twin with "
             f"torchq.nn.register({name})"
         )
-    if any(p.dim() > 1 and p.is_floating_point() for p in module.parameters(recurse=False)):
+    if any(
+        p.dim() > 1 and p.is_floating_point() for p in module.parameters(recurse=False)
+    ):
         return no_twin(cls)
     return None
 
@@ -133,7 +137,9 @@ def _reads_attributes(cls: type[nn.Module]) -> bool:
     return quantized_class(cls) is not None and not issubclass(cls, nn.RNNBase)
 
 
-def config_or_default(config: QuantConfig | None, runtime: Runtime | None = None) -> QuantConfig:
+def config_or_default(
+    config: QuantConfig | None, runtime: Runtime | None = None
+) -> QuantConfig:
     """Return ``config``, or in the place of None the recipe of a runtime, or INT8."""
     if config is None:
         return recipes.int8() if runtime is None else runtime.recipe()
@@ -162,13 +168,18 @@ class Rules:
     include: tuple[Pattern, ...] = ()
 
     def about(
-        self, names: tuple[str, ...], module: nn.Module, layer: type[nn.Module] | None = None
+        self,
+        names: tuple[str, ...],
+        module: nn.Module,
+        layer: type[nn.Module] | None = None,
     ) -> Draft:
         """Return what they say about one module that can be swapped, or has been."""
         cls = float_class_of(module)
         layer = layer or quantized_as(cls)
         base = Draft.of(names, module, cls, layer=layer)
-        rule = next((r for r in reversed(self.config.rules) if base.matches(r.pattern)), None)
+        rule = next(
+            (r for r in reversed(self.config.rules) if base.matches(r.pattern)), None
+        )
         if self.include and not any(map(base.matches, self.include)):
             return replace(base, reason="not in include")
         if rule is None:
@@ -179,7 +190,8 @@ class Rules:
             return replace(base, reason="excluded")
         twin = None if layer is None else quantized_class(layer)
         descriptors = {
-            name: getattr(rule, name) for name in (twin.descriptor_names() if twin else ())
+            name: getattr(rule, name)
+            for name in (twin.descriptor_names() if twin else ())
         }
         if not any(descriptors.values()):
             return replace(base, reason="the rule has no descriptor for it")
@@ -202,7 +214,9 @@ def decide(
     forwards children stand for operators.
     """
     layers = _decide_layers(model, rules)
-    decisions = _decide_calls(model, layers, rules, None if seen is None else seen.calls, rewritten)
+    decisions = _decide_calls(
+        model, layers, rules, None if seen is None else seen.calls, rewritten
+    )
     swapped = {id(d.parent or d.module) for d in decisions if not d.reason}
     for names, module in modules_with_names(model):
         parts = module.modules() if _is_container(module) else ()
@@ -234,7 +248,9 @@ def _decide_layers(model: nn.Module, rules: Rules) -> list[Draft]:
             twin = quantized_class(type(module))
             by_places = _by_places(model, names, module, rules)
             decisions += [
-                d for d in by_places if twin is None or not twin.is_marker or _is_named(d)
+                d
+                for d in by_places
+                if twin is None or not twin.is_marker or _is_named(d)
             ]
     return decisions
 
@@ -295,10 +311,14 @@ def _by_places(
     return drafts
 
 
-def check_used(model: nn.Module, rules: Rules, drafts: tuple[Draft, ...], plan: Plan) -> None:
+def check_used(
+    model: nn.Module, rules: Rules, drafts: tuple[Draft, ...], plan: Plan
+) -> None:
     """Raise :class:`ConfigError` where a pattern selects nothing, or nothing is quantized."""
     decisions = plan.decisions
-    required = [r.pattern for r in rules.config.rules if not r.optional] + list(rules.include)
+    required = [r.pattern for r in rules.config.rules if not r.optional] + list(
+        rules.include
+    )
     unused = [p for p in required if not any(d.matches(p) for d in drafts)]
     where = qualified_name(type(model))
     if unused:
@@ -346,10 +366,16 @@ def _decide_calls(
         has_weights = any(site.kind != "attention" for site in calls.sites)
         if found is not None and not has_weights and calls.obstacle != WHOLE_ATTENTION:
             # It ran, and no call multiplies by a parameter of its own: nothing to quantize.
-            result = [d for d in result if d.module is not module or not d.is_without_twin]
-        new = _decide_module(names, module, calls, quantized, rules, id(module) in rewritten)
+            result = [
+                d for d in result if d.module is not module or not d.is_without_twin
+            ]
+        new = _decide_module(
+            names, module, calls, quantized, rules, id(module) in rewritten
+        )
         new = _with_unreached(names, module, calls, new)
-        places = [i for i, d in enumerate(result) if d.module is module] or [len(result)]
+        places = [i for i, d in enumerate(result) if d.module is module] or [
+            len(result)
+        ]
         # A module whose only call is quantized replaces the decision that it has no twin.
         replaced = any(d.module is module for d in new)
         result[places[0] + (not replaced) : places[0] + 1] = new
@@ -377,7 +403,9 @@ def _with_unreached(
     ]
 
 
-def _without_unused(decisions: list[Draft], found: Mapping[int, FoundCalls]) -> list[Draft]:
+def _without_unused(
+    decisions: list[Draft], found: Mapping[int, FoundCalls]
+) -> list[Draft]:
     """Leave layers float that are never called, but whose weight a call uses or computes with."""
     sources = {key for calls in found.values() for key in calls.sources}
     weighted = [(d.module, site) for d in decisions for site in d.calls if site.weight]
@@ -389,7 +417,9 @@ def _without_unused(decisions: list[Draft], found: Mapping[int, FoundCalls]) -> 
     }
     result = []
     for d in decisions:
-        parameter_ids = {id(parameter) for parameter in d.module.parameters(recurse=False)}
+        parameter_ids = {
+            id(parameter) for parameter in d.module.parameters(recurse=False)
+        }
         is_called = id(d.module) in found or id(d.module) in holders
         if not d.reason and not d.calls and not is_called:
             if parameter_ids & sources:
@@ -420,7 +450,9 @@ def _is_candidate(module: nn.Module) -> bool:
     return not library and quantized_class(type(module)) is None
 
 
-def _calls_without_example(module: nn.Module, quantized: dict[int, Draft]) -> FoundCalls:
+def _calls_without_example(
+    module: nn.Module, quantized: dict[int, Draft]
+) -> FoundCalls:
     calls = FoundCalls()
     for site in weighted_calls(module):
         path = site.weight.rpartition(".")[0]

@@ -24,7 +24,12 @@ from torchq.nn import QuantModule, TensorQuantizer
 from torchq.nn.modules.operators import QuantCat
 from torchq.runtime import Codes, Runtime
 from torchq.swap.apply import public_path, quantizer_slots, shared_paths, tried
-from torchq.swap.folds import FoldingNorm, folding_pairs, norms_behind_layers, without_norms
+from torchq.swap.folds import (
+    FoldingNorm,
+    folding_pairs,
+    norms_behind_layers,
+    without_norms,
+)
 from torchq.swap.plan import Plan
 from torchq.swap.same_results import computing_in_float
 from torchq.utils import child_path
@@ -103,7 +108,11 @@ class Facts:
         modules = dict(model.named_modules(remove_duplicate=False))
         if runtime is None:
             return cls(modules)
-        kinds = frozenset[str]() if runtime.placement is None else runtime.placement.operators
+        kinds = (
+            frozenset[str]()
+            if runtime.placement is None
+            else runtime.placement.operators
+        )
         return cls(modules, mains, kinds, runtime.codes)
 
     def converted(self, model: nn.Module, plan: Plan, example: Any = None) -> Facts:
@@ -138,12 +147,20 @@ def _made(model: nn.Module) -> dict[str, Any]:
             }
             inputs[path] = tuple(p if p in quantizers else None for p in slots.values())
             of_weights |= {id(q) for q, _ in module.quantized_weights()}
-            optional |= {slots[slot]: kind for slot, kind in module.optional_slots.items()}
+            optional |= {
+                slots[slot]: kind for slot, kind in module.optional_slots.items()
+            }
     return {
         "inputs": inputs,
-        "descriptors": {path: q.descriptor.replace(name=None) for path, q in quantizers.items()},
-        "modes": {path: q.mode for path, q in quantizers.items() if q.mode != "quantize"},
-        "optional": {path: kind for path, kind in optional.items() if path in quantizers},
+        "descriptors": {
+            path: q.descriptor.replace(name=None) for path, q in quantizers.items()
+        },
+        "modes": {
+            path: q.mode for path, q in quantizers.items() if q.mode != "quantize"
+        },
+        "optional": {
+            path: kind for path, kind in optional.items() if path in quantizers
+        },
         "weights": frozenset(p for p, q in quantizers.items() if id(q) in of_weights),
         "shared": shared_paths(model),
     }
@@ -152,9 +169,13 @@ def _made(model: nn.Module) -> dict[str, Any]:
 def is_leaf(module: nn.Module) -> bool:
     """Return True for modules that count as one call: quantized ones, and those of torch."""
     if isinstance(module, QuantModule):
-        return not module.is_container and bool(module.slots() or module.quantizes_output)
+        return not module.is_container and bool(
+            module.slots() or module.quantizes_output
+        )
     is_frozen_norm = is_norm(module) and next(module.children(), None) is None
-    return isinstance(module, TensorQuantizer) or is_frozen_norm or is_torch_leaf(module)
+    return (
+        isinstance(module, TensorQuantizer) or is_frozen_norm or is_torch_leaf(module)
+    )
 
 
 class _Seen:
@@ -176,13 +197,19 @@ class _Seen:
                 if isinstance(module, TensorQuantizer):
                     stack.enter_context(module.register_forward_hook(_as_new_tensor))
             stack.enter_context(computing_in_float(self._model))
-            flow = record(self._model, example, is_leaf, watch=watched, tracker=self._tracker)
+            flow = record(
+                self._model, example, is_leaf, watch=watched, tracker=self._tracker
+            )
         self._tracker.forget()
         names = ("values", "reached")
         return {"flow": flow, **{name: getattr(self, name) for name in names}}
 
     def _watched(self) -> Iterator[tuple[nn.Module, Callable[..., None]]]:
-        cats = [m for m in self._model.modules() if isinstance(m, QuantCat) and m.ranges == 1]
+        cats = [
+            m
+            for m in self._model.modules()
+            if isinstance(m, QuantCat) and m.ranges == 1
+        ]
         of_cats = {id(cat.input_quantizer) for cat in cats}
         for path, module in self._model.named_modules():
             if isinstance(module, TensorQuantizer):
@@ -195,11 +222,15 @@ class _Seen:
 
     def results_with(self, norms: Mapping[str, FoldingNorm]) -> dict[str, list[int]]:
         """Return the roots of the results of layers; of some, those of the BatchNorms behind."""
-        folded = {path: self._of_norms.get(norm.names[0], []) for path, norm in norms.items()}
+        folded = {
+            path: self._of_norms.get(norm.names[0], []) for path, norm in norms.items()
+        }
         found = {**self._results, **folded}
         return {path: roots for path, roots in found.items() if roots}
 
-    def _called(self, path: str, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+    def _called(
+        self, path: str, module: nn.Module, args: Any, kwargs: Any, result: Any
+    ) -> None:
         """Note a call of a quantized module, before it with ``result`` None, and after it."""
         if result is None:
             # Attention calls no quantizer of its own while all are off, so its operands tell.
@@ -228,7 +259,9 @@ class _Seen:
                 root = self._tracker.root_of(tensor)
                 key = _key(tensor)
                 proved = self._tracker.is_nonnegative(tensor)
-                self.values.append(Value(slot, root, key, position, size, is_signed, proved))
+                self.values.append(
+                    Value(slot, root, key, position, size, is_signed, proved)
+                )
 
     def _read(self, slot: str, args: Any, kwargs: Any, result: Any) -> None:
         if result is None and args:

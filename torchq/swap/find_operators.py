@@ -31,7 +31,9 @@ from torchq.nn.modules.operators import OPERATORS, stand_in
 from torchq.utils import child_path, modules_with_names, state_kept
 
 #: The module that stands for each kind of operator.
-MODULES: dict[str, type[nn.Module]] = {kind: OPERATORS[name] for kind, name in KINDS.items()}
+MODULES: dict[str, type[nn.Module]] = {
+    kind: OPERATORS[name] for kind, name in KINDS.items()
+}
 _LINEAR = (_ConvNd, nn.Linear, _BatchNorm)
 #: What fusing leaves behind, and what evaluation mode removes.
 _NOTHING = (nn.Identity, *DROPOUTS)
@@ -86,16 +88,24 @@ def find_operators(
     failed: dict[int, str] = {}
     hidden: dict[int, str] = {}
     read_again: dict[int, set[str]] = {}
-    modules = [(names, m) for names, m in modules_with_names(model) if _is_of_the_user(m)]
+    modules = [
+        (names, m) for names, m in modules_with_names(model) if _is_of_the_user(m)
+    ]
     for _, module in modules:
         try:
-            candidates[id(module)], read_again[id(module)], number = _traced(module, kinds)
+            candidates[id(module)], read_again[id(module)], number = _traced(
+                module, kinds
+            )
             if number:
-                hidden[id(module)] = f"its source does not show {number} of its operators"
+                hidden[id(module)] = (
+                    f"its source does not show {number} of its operators"
+                )
         except Exception as error:  # whatever the model's code raises on a Proxy
             failed[id(module)] = why_untraceable(error)
     if failed and seen is not None:
-        shown = {key: _shown(model, kinds, seen, key) for key in failed if key in seen.visits}
+        shown = {
+            key: _shown(model, kinds, seen, key) for key in failed if key in seen.visits
+        }
         candidates |= shown
         failed = {key: reason for key, reason in failed.items() if key not in shown}
     failed |= hidden
@@ -104,11 +114,17 @@ def find_operators(
         names = read_again.get(id(module), set())
         if seen is not None:
             names = {name for key, name in seen.overwritten if key == id(module)}
-        gone = [name for name in names if candidates.get(id(module), {}).pop(name, None)]
+        gone = [
+            name for name in names if candidates.get(id(module), {}).pop(name, None)
+        ]
         if gone:
             remark = f"{len(gone)} operator{'s' if len(gone) > 1 else ''}: {READ_AGAIN}"
-            failed[id(module)] = "; ".join(filter(None, [failed.get(id(module), ""), remark]))
-    operators = [op for names, m in modules for op in _named(m, names, candidates.get(id(m), {}))]
+            failed[id(module)] = "; ".join(
+                filter(None, [failed.get(id(module), ""), remark])
+            )
+    operators = [
+        op for names, m in modules for op in _named(m, names, candidates.get(id(m), {}))
+    ]
     untraceable = []
     for paths, module in modules:
         if id(module) in failed:
@@ -122,7 +138,9 @@ def modules_with_other_readers(model: nn.Module, seen: Seen | None = None) -> se
         return {key for key, name in seen.overwritten if not name}
     module_ids: set[int] = set()
     for _, module in modules_with_names(model):
-        children = [child for child in module.children() if getattr(child, "inplace", False)]
+        children = [
+            child for child in module.children() if getattr(child, "inplace", False)
+        ]
         if not children or not _is_of_the_user(module):
             continue
         try:
@@ -133,7 +151,9 @@ def modules_with_other_readers(model: nn.Module, seen: Seen | None = None) -> se
         memory = memory_of_nodes(graph, module)
         for node in graph.find_nodes(op="call_module"):
             called = module.get_submodule(str(node.target))
-            if any(called is child for child in children) and _is_read_later(node, order, memory):
+            if any(called is child for child in children) and _is_read_later(
+                node, order, memory
+            ):
                 module_ids.add(id(called))
     return module_ids
 
@@ -159,7 +179,9 @@ def _named(
 # --- operators of a trace -----------------------------------------------------------------------
 
 
-def _traced(module: nn.Module, kinds: frozenset[str]) -> tuple[_Candidates, set[str], int]:
+def _traced(
+    module: nn.Module, kinds: frozenset[str]
+) -> tuple[_Candidates, set[str], int]:
     """Return the operators that traces of the module find.
 
     Also those that overwrite a tensor with other readers, and how many its source does not show.
@@ -184,7 +206,9 @@ def _traced(module: nn.Module, kinds: frozenset[str]) -> tuple[_Candidates, set[
     return candidates, read_again, hidden
 
 
-def _with_other_readers(module: nn.Module, graph: fx.Graph, recorder: Recorder | None) -> set[str]:
+def _with_other_readers(
+    module: nn.Module, graph: fx.Graph, recorder: Recorder | None
+) -> set[str]:
     """Return the sites that overwrite a tensor which the graph, or its caller, reads again."""
     order = {node: number for number, node in enumerate(graph.nodes)}
     pairs = [(node, node.name) for node in order if _overwrites_first(node)]
@@ -230,13 +254,17 @@ def _sites_of_nodes(recorder: Recorder | None, graph: fx.Graph) -> dict[fx.Node,
     return {result.node: name for result, name in results if result.node.graph is graph}
 
 
-def _nodes_between_tensors(graph: fx.Graph, kinds: frozenset[str]) -> list[tuple[fx.Node, str]]:
+def _nodes_between_tensors(
+    graph: fx.Graph, kinds: frozenset[str]
+) -> list[tuple[fx.Node, str]]:
     numbers: set[fx.Node] = set()
     stored: set[fx.Node] = set()
     fixed: set[fx.Node] = set()  # computed from numbers and stored tensors alone
     between = []
     for node in graph.nodes:
-        if node.op != "placeholder" and all(source in fixed for source in _read_by(node)):
+        if node.op != "placeholder" and all(
+            source in fixed for source in _read_by(node)
+        ):
             fixed.add(node)
         elif writes(node, None):
             fixed.clear()
@@ -267,7 +295,9 @@ def _read_by(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_number(node: fx.Node, numbers: set[fx.Node]) -> bool:
-    if reads_metadata(node) and node.target != "type":  # which makes a tensor of another type too
+    if (
+        reads_metadata(node) and node.target != "type"
+    ):  # which makes a tensor of another type too
         return True
     sources = node.all_input_nodes
     only_numbers = bool(sources) and all(source in numbers for source in sources)
@@ -278,7 +308,8 @@ def _is_between_tensors(node: fx.Node, numbers: set[fx.Node]) -> bool:
     row = operator_of(node.target)
     operands = None if row is None else row.operands(node.args, node.kwargs)
     return operands is not None and all(
-        isinstance(o, fx.Node) and o.op != "get_attr" and o not in numbers for o in operands
+        isinstance(o, fx.Node) and o.op != "get_attr" and o not in numbers
+        for o in operands
     )
 
 
@@ -317,7 +348,9 @@ def _does_nothing(module: nn.Module) -> bool:
 # --- operators of a run -------------------------------------------------------------------------
 
 
-def _shown(model: nn.Module, kinds: frozenset[str], seen: Seen, key: int) -> _Candidates:
+def _shown(
+    model: nn.Module, kinds: frozenset[str], seen: Seen, key: int
+) -> _Candidates:
     """Return the operators that a run shows in a module that cannot be traced."""
     candidates: _Candidates = {}
     constants = {id(t) for t in (*model.parameters(), *model.buffers())}
@@ -326,7 +359,11 @@ def _shown(model: nn.Module, kinds: frozenset[str], seen: Seen, key: int) -> _Ca
         if v.kind not in kinds or v.operands is None:
             continue
         if all(isinstance(o, Tensor) and id(o) not in constants for o in v.operands):
-            ends = [(order.index(id(o)), i) for i, o in enumerate(v.operands) if id(o) in order]
+            ends = [
+                (order.index(id(o)), i)
+                for i, o in enumerate(v.operands)
+                if id(o) in order
+            ]
             main = max(ends)[1] if ends and v.kind == "add" else None
             candidates.setdefault(v.name, (v.kind, main))
     return candidates
@@ -337,7 +374,9 @@ def _linear_results(seen: Seen) -> list[int]:
     results: dict[int, None] = {}
     for result, module in seen.returned:
         is_layer = isinstance(module, _LINEAR) or not any(module.children())
-        if is_layer and not (_does_nothing(module) or isinstance(module, nn.Sequential)):
+        if is_layer and not (
+            _does_nothing(module) or isinstance(module, nn.Sequential)
+        ):
             results.pop(id(result), None)
             if isinstance(module, _LINEAR):
                 results[id(result)] = None

@@ -38,7 +38,9 @@ class FoldingNorm:
     may_quantize_output: bool
 
 
-def folding_pairs(model: nn.Module, example: Any, recorded: Flow | None = None) -> list[Pair]:
+def folding_pairs(
+    model: nn.Module, example: Any, recorded: Flow | None = None
+) -> list[Pair]:
     """Return the BatchNorms that ``fuse_`` will fold, each with its layers.
 
     Whether they train now does not matter, as they are folded in eval mode.
@@ -64,7 +66,8 @@ def _stays_foldable(model: nn.Module, pair: Pair) -> bool:
     """Return False where the quantizer of a weight takes no factors once it is calibrated."""
     layers = [model.get_submodule(path) for path in pair.layers]
     return not any(
-        isinstance(layer, OutputScaling) and layer.weight_grid_obstacle() for layer in layers
+        isinstance(layer, OutputScaling) and layer.weight_grid_obstacle()
+        for layer in layers
     )
 
 
@@ -77,7 +80,9 @@ def norms_behind_layers(model: nn.Module, pairs: list[Pair]) -> dict[str, Foldin
             norm = model.get_submodule(pair.norm)
             may_quantize = not isinstance(norm, QuantModule)
             may_quantize &= quantized_class(type(norm)) is not None
-            norms[pair.layers[0]] = FoldingNorm(names_of[id(norm)], class_name(norm), may_quantize)
+            norms[pair.layers[0]] = FoldingNorm(
+                names_of[id(norm)], class_name(norm), may_quantize
+            )
     return norms
 
 
@@ -120,7 +125,9 @@ def without_norms(flow: Flow, norms: Mapping[int, str]) -> Flow:
     calls = []
     for call in flow.calls:
         inputs = tuple(sources.get(index, index) for index in call.inputs)
-        is_inside = call.module is None and call.name == "batch_norm" and call.inside in paths
+        is_inside = (
+            call.module is None and call.name == "batch_norm" and call.inside in paths
+        )
         if inputs and (id(call.module) in norms or is_inside):
             sources[call.index] = inputs[0]
             inputs = ()

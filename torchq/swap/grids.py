@@ -20,7 +20,11 @@ def in_codes(descriptor: D, codes: Codes) -> D:
         return descriptor
     if descriptor.unsigned == "auto":
         return descriptor if codes.unsigned else descriptor.replace(unsigned=False)
-    if not codes.unsigned or not is_open(descriptor) or descriptor.num_bits not in codes.widths:
+    if (
+        not codes.unsigned
+        or not is_open(descriptor)
+        or descriptor.num_bits not in codes.widths
+    ):
         return descriptor
     if codes.fitted and not descriptor.power_of_two:
         return descriptor.replace(unsigned=True, symmetric=False)
@@ -32,7 +36,11 @@ def is_open(descriptor: QuantDescriptor | None) -> bool:
     d = descriptor
     if d is None or not isinstance(d.num_bits, int) or d.unsigned or not d.symmetric:
         return False
-    return d.granularity == PerTensor() and d.amax is None and not (d.dynamic or d.narrow_range)
+    return (
+        d.granularity == PerTensor()
+        and d.amax is None
+        and not (d.dynamic or d.narrow_range)
+    )
 
 
 def has_choice(descriptor: QuantDescriptor, codes: Codes) -> bool:
@@ -44,6 +52,11 @@ def has_choice(descriptor: QuantDescriptor, codes: Codes) -> bool:
 def in_file(descriptor: D, codes: Codes) -> D:
     """Return how a tensor is quantized where files have scales of a type of their own."""
     d = descriptor
-    if d is None or codes.scales is None or d.dynamic or d.block_scale_format is not None:
+    if (
+        d is None
+        or codes.scales is None
+        or d.dynamic
+        or d.block_scale_format is not None
+    ):
         return descriptor
     return d.replace(scale_format=codes.scales)

@@ -23,7 +23,9 @@ def behind_last_layers(flow: Flow) -> frozenset[int]:
     (Li et al., Generalized Focal Loss, 2020), counts as a call behind the last layers.
     """
     precedes = _precedes_layers(flow)
-    last = {c.index for c in flow.calls if _is_layer(flow, c) and c.index not in precedes}
+    last = {
+        c.index for c in flow.calls if _is_layer(flow, c) and c.index not in precedes
+    }
     behind: set[int] = set()
     for call in flow.calls:
         reads_head = any(i in last or i in behind for i in call.inputs)
@@ -40,7 +42,10 @@ def _precedes_layers(flow: Flow) -> set[int]:
     before_layers: set[int] = set()
     for call in reversed(flow.calls):
         readers = flow.consumers(call)
-        if any(_is_layer(flow, reader) or reader.index in before_layers for reader in readers):
+        if any(
+            _is_layer(flow, reader) or reader.index in before_layers
+            for reader in readers
+        ):
             before_layers.add(call.index)
     return before_layers
 
@@ -51,12 +56,18 @@ def _is_layer(flow: Flow, call: Call) -> bool:
     if module is None or not any(p.dim() > 1 for p in module.parameters()):
         return False
     sums = isinstance(module, _ConvNd) and module.out_channels == 1
-    return not (sums and any(_gives_probabilities(flow, flow.calls[i]) for i in call.inputs))
+    return not (
+        sums and any(_gives_probabilities(flow, flow.calls[i]) for i in call.inputs)
+    )
 
 
 def _gives_probabilities(flow: Flow, call: Call) -> bool:
     """Return True for a softmax, also behind what moves its elements."""
-    row = operator_of(call.module) if call.module is not None else operator_named(call.name)
+    row = (
+        operator_of(call.module)
+        if call.module is not None
+        else operator_named(call.name)
+    )
     if row is not None and row.name == "softmax":
         return True
     moves = call.module is None and "move" in effects_of(call.name)
@@ -96,5 +107,7 @@ def heads_in_float(plan: Plan, facts: Facts) -> Plan:
     called = [call for call in facts.flow.calls if call.module is not None]
     elsewhere = {call.name for call in called if call.index not in head}
     behind = {call.name for call in called} - elsewhere
-    movable = {d.name for d in plan.replaced if d.by.startswith("type:") and not d.is_container}
+    movable = {
+        d.name for d in plan.replaced if d.by.startswith("type:") and not d.is_container
+    }
     return plan.in_float(dict.fromkeys(sorted(behind & movable), _REASON), BY)

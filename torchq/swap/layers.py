@@ -29,7 +29,9 @@ def one_weight_scale(classes: tuple[str, ...], plan: Plan, facts: Facts) -> Plan
         plan: the plan so far.
         facts: not read.
     """
-    return replace(plan, decisions=tuple(_with_one_scale(d, classes) for d in plan.decisions))
+    return replace(
+        plan, decisions=tuple(_with_one_scale(d, classes) for d in plan.decisions)
+    )
 
 
 def _with_one_scale(decision: Decision, classes: tuple[str, ...]) -> Decision:

@@ -37,10 +37,14 @@ _UP_TO_A_BYTE = range(1, _BYTE + 1)
 _QUANTIZING = frozenset(["quantize", "observe+quantize"])
 #: Class of an operator that is a module -> the function that its forward calls in float.
 _ROWS = map(OPERATORS.__getitem__, OPERATORS)
-_FUNCTIONS = {row.module: row.name for row in _ROWS if row.module not in (None, "", "Tap")}
+_FUNCTIONS = {
+    row.module: row.name for row in _ROWS if row.module not in (None, "", "Tap")
+}
 
 
-def is_depthwise(module: nn.Module | None) -> TypeGuard[nn.Conv1d | nn.Conv2d | nn.Conv3d]:
+def is_depthwise(
+    module: nn.Module | None,
+) -> TypeGuard[nn.Conv1d | nn.Conv2d | nn.Conv3d]:
     """Return True for a convolution of each channel by itself."""
     if not isinstance(module, CONVOLUTIONS):
         return False
@@ -69,7 +73,9 @@ class View:
         """Return True for a quantizer, and for a layer that quantizes what it reads."""
         slots = self._facts.inputs[call.name] if self.is_quantized(call) else (None,)
         modes = self._plan.modes
-        return all(p is not None and modes.get(p, "quantize") in _QUANTIZING for p in slots)
+        return all(
+            p is not None and modes.get(p, "quantize") in _QUANTIZING for p in slots
+        )
 
     def is_quantized(self, call: Call) -> bool:
         """Return True for a module with quantizers, and for a quantizer."""
@@ -94,7 +100,11 @@ class View:
 
 
 def _without_float_operators(plan: Plan, flow: Flow) -> Flow:
-    in_float = {d.name: d.class_name for d in plan.skipped if d.class_name in (*_FUNCTIONS, "Tap")}
+    in_float = {
+        d.name: d.class_name
+        for d in plan.skipped
+        if d.class_name in (*_FUNCTIONS, "Tap")
+    }
     if not in_float:
         return flow
     taps: dict[int, tuple[int, ...]] = {}
@@ -150,7 +160,8 @@ def switches(plan: Plan, facts: Facts) -> Plan:
     switched_off = {
         path: mode
         for path, mode in facts.modes.items()
-        if path.rpartition(".")[0] not in rows or facts.optional.get(path) not in on_for_target
+        if path.rpartition(".")[0] not in rows
+        or facts.optional.get(path) not in on_for_target
     }
     return replace(plan, modes={**switched_off, **plan.modes}, shared=facts.shared)
 
@@ -176,7 +187,9 @@ def drop_unreached(plan: Plan, facts: Facts) -> Plan:
     operators = [decision.name for decision in plan.operator_rows()]
     reasons = {name: _NO_TENSOR for name in operators if name not in facts.reached}
     calls = facts.flow.calls
-    depends = {call.name for call in calls if call.module is not None and not call.stored}
+    depends = {
+        call.name for call in calls if call.module is not None and not call.stored
+    }
     stored = {call.name for call in calls if call.stored} - depends
     reasons |= {name: _NO_INPUT for name in operators if name in stored}
     return plan.in_float(reasons, "run on the example")
@@ -184,7 +197,11 @@ def drop_unreached(plan: Plan, facts: Facts) -> Plan:
 
 def slot_of_range(slot: str, position: int) -> str:
     """Return the path of the quantizer of the tensor at a position of a concatenation."""
-    return slot.replace("input_quantizer", f"input{position}_quantizer") if position else slot
+    return (
+        slot.replace("input_quantizer", f"input{position}_quantizer")
+        if position
+        else slot
+    )
 
 
 def values_read(plan: Plan, facts: Facts) -> Iterator[tuple[str, Value]]:
@@ -193,7 +210,9 @@ def values_read(plan: Plan, facts: Facts) -> Iterator[tuple[str, Value]]:
     ranges = {f"{d.name}.input_quantizer": d.ranges for d in plan.replaced}
     for value in facts.values:
         if value.slot.rpartition(".")[0] not in gone:
-            position = value.position if value.position < ranges.get(value.slot, 1) else 0
+            position = (
+                value.position if value.position < ranges.get(value.slot, 1) else 0
+            )
             yield slot_of_range(value.slot, position), value
 
 
@@ -214,7 +233,9 @@ def share_ranges(plan: Plan, facts: Facts) -> Plan:
         # One that cuts at 0 stands for the ReLU behind it, so it reads other values.
         if decision.output is not None and not _cuts(decision.output):
             for root in facts.results.get(decision.name, ()):
-                slots_by_root.setdefault(root, []).insert(0, f"{decision.name}.output_quantizer")
+                slots_by_root.setdefault(root, []).insert(
+                    0, f"{decision.name}.output_quantizer"
+                )
     groups = [list(group) for group in plan.shared]
     for group in _joined([*slots_by_root.values()]):
         kinds: dict[Any, list[str]] = {}
@@ -228,7 +249,9 @@ def share_ranges(plan: Plan, facts: Facts) -> Plan:
                 is_planned = owner in facts.inputs and name.endswith("_quantizer")
                 is_planned = is_planned and not is_in_code
                 is_fixed = facts.codes is not None and not is_planned
-                kinds.setdefault((form, plan.modes.get(slot), is_fixed), []).append(slot)
+                kinds.setdefault((form, plan.modes.get(slot), is_fixed), []).append(
+                    slot
+                )
         groups += [alike for alike in kinds.values() if len(alike) > 1]
     return replace(plan, shared=canonical_groups(_joined(groups)))
 
@@ -241,7 +264,11 @@ def _cuts(descriptor: QuantDescriptor) -> bool:
 def _descriptor(plan: Plan, facts: Facts, slot: str) -> QuantDescriptor | None:
     owner, _, name = slot.rpartition(".")
     decision = plan.decision(owner)
-    if name == "output_quantizer" and decision is not None and decision.output is not None:
+    if (
+        name == "output_quantizer"
+        and decision is not None
+        and decision.output is not None
+    ):
         return decision.output.replace(name=None)
     descriptor = facts.descriptors.get(slot)
     if descriptor is None and decision is not None:  # of one tensor of a concatenation
@@ -284,7 +311,9 @@ def quantize_results(
         if isinstance(call.module, layers):
             calls.setdefault(call.name, []).append(call)
     # A norm that is folded later holds the quantizer until then, if it can.
-    fixed = {layer for layer, norm in facts.norms.items() if not norm.may_quantize_output}
+    fixed = {
+        layer for layer, norm in facts.norms.items() if not norm.may_quantize_output
+    }
     rows = (
         d if d.name in fixed else _with_output(view, d, calls.get(d.name, []), returned)
         for d in plan.decisions
@@ -292,8 +321,15 @@ def quantize_results(
     return replace(plan, decisions=tuple(rows))
 
 
-def _with_output(view: View, decision: Decision, calls: list[Call], returned: bool) -> Decision:
-    if decision.reason or decision.input is None or decision.weight is None or decision.output:
+def _with_output(
+    view: View, decision: Decision, calls: list[Call], returned: bool
+) -> Decision:
+    if (
+        decision.reason
+        or decision.input is None
+        or decision.weight is None
+        or decision.output
+    ):
         return decision
     needs = [_Readers(view, call) for call in calls]
     is_returned = any(n.returned for n in needs)
@@ -301,7 +337,9 @@ def _with_output(view: View, decision: Decision, calls: list[Call], returned: bo
         return decision
     if not is_returned and not any(n.in_float for n in needs):
         return decision
-    unsigned = all(n.after_relu for n in needs) and isinstance(decision.input.num_bits, int)
+    unsigned = all(n.after_relu for n in needs) and isinstance(
+        decision.input.num_bits, int
+    )
     if is_depthwise(calls[0].module) and not unsigned and not returned:
         return decision
     form = decision.input.replace(name=None)
@@ -332,7 +370,8 @@ class _Readers:
         """Return True if ReLUs are all that reads a result, also behind what moves elements."""
         readers = self._flow.consumers(call)
         return bool(readers) and all(
-            is_relu(reader) or (self._view.moves_elements(reader) and self._is_before_relus(reader))
+            is_relu(reader)
+            or (self._view.moves_elements(reader) and self._is_before_relus(reader))
             for reader in readers
         )
 
@@ -409,7 +448,9 @@ def _without_negatives(plan: Plan, facts: Facts) -> list[str]:
         signs.setdefault(slot, []).append(value.is_nonnegative)
     for d in plan.replaced:
         if d.output is not None:
-            signs[f"{d.name}.output_quantizer"] = [False]  # what a ReLU reads may be negative
+            signs[f"{d.name}.output_quantizer"] = [
+                False
+            ]  # what a ReLU reads may be negative
     together = {slot for group in plan.shared for slot in group}
     slots: list[str] = []
     for group in (*plan.shared, *((slot,) for slot in signs if slot not in together)):
@@ -478,7 +519,9 @@ class _Results:
         if decision.reason or decision.calls or d is None or not calls:
             return []
         fits = d.num_bits in _UP_TO_A_BYTE and d.granularity == PerTensor()
-        of_weight = w is None or (w.num_bits in _UP_TO_A_BYTE and w.symmetric and not w.block_size)
+        of_weight = w is None or (
+            w.num_bits in _UP_TO_A_BYTE and w.symmetric and not w.block_size
+        )
         fits &= of_weight and (w is not None or not isinstance(calls[0].module, LAYERS))
         if not fits or not all(map(self._view.quantizes, calls)):
             return []
@@ -490,7 +533,11 @@ class _Results:
         for call in calls:
             slots = self._behind(call, False)
             # A kernel returns codes of one range, so a result that is read in two runs in float.
-            if not slots or (is_linear and call.ndim != 2) or not self.have_one_range(slots):
+            if (
+                not slots
+                or (is_linear and call.ndim != 2)
+                or not self.have_one_range(slots)
+            ):
                 return []
             result_slots += slots
         return result_slots
@@ -499,7 +546,9 @@ class _Results:
         """Return the slots that read the result of a call, as bytes; nothing if others do too."""
         readers = self._view.flow.consumers(call)
         reading: list[str] = []
-        moves = {self._view.moves_elements(r) and not pads_with_zeros(r) for r in readers}
+        moves = {
+            self._view.moves_elements(r) and not pads_with_zeros(r) for r in readers
+        }
         # Files quantize in front of a move that alone reads a result.
         if len(moves) > 1 or call.index in self._view.flow.outputs:
             return []
@@ -514,7 +563,9 @@ class _Results:
         """Return the slots behind one reader of a result that a kernel includes."""
         if self._view.quantizes(reader):
             slots = self._slots(reader, call)
-            return slots if all(self._has_bytes(slot, activated) for slot in slots) else []
+            return (
+                slots if all(self._has_bytes(slot, activated) for slot in slots) else []
+            )
         if clips(reader):
             return self._behind(reader, True)
         if self._view.moves_elements(reader) or pads_with_zeros(reader):
@@ -524,8 +575,12 @@ class _Results:
     def _slots(self, reader: Call, call: Call) -> list[str]:
         """Return the slots by which a module reads a result."""
         path = self._view.path(reader)
-        inside = self._facts.optional  # products of attention and gates read other values
-        slots = [s for s in self._facts.inputs[path] if s is not None and s not in inside]
+        inside = (
+            self._facts.optional
+        )  # products of attention and gates read other values
+        slots = [
+            s for s in self._facts.inputs[path] if s is not None and s not in inside
+        ]
         decision = self._plan.decision(path)
         if decision is not None and decision.ranges > 1:
             slots = [slot_of_range(slots[0], i) for i in range(decision.ranges)]
@@ -562,7 +617,9 @@ def results_behind_norms(plan: Plan, facts: Facts) -> Plan:
         by = "result of a layer"
         rows.append(replace(d, output=None))
         rows.append(Decision(norm.names, norm.cls, output=d.output, by=by, note=behind))
-    decisions = tuple(replace(d, rounded_by=moved.get(d.rounded_by, d.rounded_by)) for d in rows)
+    decisions = tuple(
+        replace(d, rounded_by=moved.get(d.rounded_by, d.rounded_by)) for d in rows
+    )
     groups = ([moved.get(slot, slot) for slot in group] for group in plan.shared)
     return replace(plan, decisions=decisions, shared=canonical_groups(groups))
 

@@ -22,14 +22,22 @@ class Patch:
         self._busy = False
         self._handle = register_module_module_registration_hook(self._registered)
 
-    def _registered(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    def _registered(
+        self, parent: nn.Module, name: str, child: nn.Module | None
+    ) -> None:
         """Decide about ``child`` again, each time with a longer name.
 
         What a rule on the longer name skips becomes float again.
         """
-        if child is None or self._busy or isinstance(parent, (TensorQuantizer, QuantModule)):
+        if (
+            child is None
+            or self._busy
+            or isinstance(parent, (TensorQuantizer, QuantModule))
+        ):
             return
-        self._busy = True  # conversion registers quantizers, which calls this hook again
+        self._busy = (
+            True  # conversion registers quantizers, which calls this hook again
+        )
         try:
             self._redo(_Named(name, child))
         finally:

@@ -30,8 +30,14 @@ def decide_for_target(
     """
     rules, pairs, skipped, rewritten = _placed(model, rules, target, placement, seen)
     layers = decide(model, rules, seen, rewritten)
-    sites = {id(d.module): {c.site for c in d.calls if not c.is_unseen} for d in layers if d.calls}
-    beside = [pair for pair in pairs if pair[0].site in sites.get(id(pair[0].owner), ())]
+    sites = {
+        id(d.module): {c.site for c in d.calls if not c.is_unseen}
+        for d in layers
+        if d.calls
+    }
+    beside = [
+        pair for pair in pairs if pair[0].site in sites.get(id(pair[0].owner), ())
+    ]
     operators = tuple(pair for pair in pairs if pair not in beside)
     skipped = [*(replace(draft, reason=_BESIDE_CALL) for _, draft in beside), *skipped]
     return rules, (*layers, *(draft for _, draft in operators), *skipped), operators
@@ -41,7 +47,11 @@ _BESIDE_CALL = "its operand is a weight, and the call is quantized as that of a 
 
 
 def _placed(
-    model: nn.Module, rules: Rules, target: Runtime, placement: Placement, seen: Seen | None
+    model: nn.Module,
+    rules: Rules,
+    target: Runtime,
+    placement: Placement,
+    seen: Seen | None,
 ) -> tuple[Rules, list[tuple[OperatorSite, Draft]], list[Draft], frozenset[int]]:
     """Return the rules with those for operators, the operators to quantize, and the others.
 
@@ -51,12 +61,16 @@ def _placed(
     descriptor = _activation_descriptor(rules.config, target)
     if descriptor is None:
         return rules, [], [], frozenset()
-    patterns = [f"type:{qualified_name(MODULES[kind])}" for kind in sorted(placement.operators)]
+    patterns = [
+        f"type:{qualified_name(MODULES[kind])}" for kind in sorted(placement.operators)
+    ]
     target_rules = [
         Rule(pattern, input=descriptor, optional=True)
         for pattern in (*patterns, *placement.modules)
     ]
-    rules = replace(rules, config=replace(rules.config, rules=(*target_rules, *rules.config.rules)))
+    rules = replace(
+        rules, config=replace(rules.config, rules=(*target_rules, *rules.config.rules))
+    )
     operators, untraceable = find_operators(model, placement.operators, seen)
     decisions = [
         (operator, rules.about(operator.names, operator.module()))
@@ -85,9 +99,13 @@ _RUN_OR_WRITE = (
 )
 
 
-def _activation_descriptor(config: QuantConfig, target: Runtime) -> QuantDescriptor | None:
+def _activation_descriptor(
+    config: QuantConfig, target: Runtime
+) -> QuantDescriptor | None:
     """Return how the config quantizes activations, at 8 bits at least; None if it does not."""
-    descriptor = next((rule.input for rule in config.rules if rule.input is not None), None)
+    descriptor = next(
+        (rule.input for rule in config.rules if rule.input is not None), None
+    )
     if descriptor is None:
         return None
     if descriptor.dynamic or descriptor.granularity != PerTensor():

@@ -112,7 +112,13 @@ class Decision:
     def outcome(self) -> tuple[Any, ...]:
         """The part that changes a model, without who decided it and why."""
         slots = (self.input, self.weight, self.output)
-        rounding = (self.unsigned, self.bias, self.rounded_by, self.awaits_fold, self.one_scale)
+        rounding = (
+            self.unsigned,
+            self.bias,
+            self.rounded_by,
+            self.awaits_fold,
+            self.one_scale,
+        )
         return (self.name, self.cls, *slots, self.calls, self.ranges, *rounding)
 
     def in_float(self, reason: str, by: str) -> Decision:
@@ -124,7 +130,9 @@ class Decision:
             return f"SKIPPED: {self.reason}"
         descriptors, unsigned = self.descriptors, self.unsigned
         if unsigned == ("input",) and self.class_name not in _SEVERAL:
-            descriptors["input"] = descriptors["input"].replace(unsigned=True, symmetric=True)
+            descriptors["input"] = descriptors["input"].replace(
+                unsigned=True, symmetric=True
+            )
             unsigned = ()
         sentence = ", ".join(f"{slot} {value}" for slot, value in descriptors.items())
         if self.ranges > 1:
@@ -132,11 +140,17 @@ class Decision:
         if unsigned:
             sentence += f", unsigned {' and '.join(unsigned)}"
         if self.bias:
-            sentence += f", bias {self.bias}{' once folded' if self.awaits_fold else ''}"
+            sentence += (
+                f", bias {self.bias}{' once folded' if self.awaits_fold else ''}"
+            )
         if self.calls:
             kinds_called = [site.kind for site in self.calls if not site.is_unseen]
             kinds = ", ".join(dict.fromkeys(kinds_called))
-            sentence = f"{sentence}, at its call of {kinds}" if sentence else f"calls of {kinds}"
+            sentence = (
+                f"{sentence}, at its call of {kinds}"
+                if sentence
+                else f"calls of {kinds}"
+            )
         sentence = sentence or "calls its children"
         return f"{sentence}; {self.note}" if self.note else sentence
 
@@ -216,20 +230,26 @@ class Plan:
             return None
         products = (d for d in self.operator_rows() if d.class_name in _PRODUCTS)
         owners = {name.rpartition(".")[0] for d in products for name in d.names}
-        decision_by_name = {d.name: d for d in sorted(self.decisions, key=lambda d: not d.reason)}
+        decision_by_name = {
+            d.name: d for d in sorted(self.decisions, key=lambda d: not d.reason)
+        }
         # Weights of modules without a decision may be no factors at all.
         counted = {
             n: a
             for n, a in self.work.amounts.items()
             if self.work.measured or n in decision_by_name
         }
-        reasons = {n: "" if n in owners else _reason(decision_by_name.get(n)) for n in counted}
+        reasons = {
+            n: "" if n in owners else _reason(decision_by_name.get(n)) for n in counted
+        }
         return self.work.share(counted, reasons, _CHOSEN)
 
     @cached_property
     def _by_path(self) -> dict[str, Decision]:
         decision_by_path: dict[str, Decision] = {}
-        for decision in sorted(self.decisions, key=lambda d: (bool(d.reason), d.is_container)):
+        for decision in sorted(
+            self.decisions, key=lambda d: (bool(d.reason), d.is_container)
+        ):
             for name in decision.names:
                 decision_by_path.setdefault(name, decision)
         return decision_by_path
@@ -263,14 +283,26 @@ class Plan:
         )
         operators = {}
         for path, entry in self.operators.items():
-            remaining = {s: c for s, c in entry.sites.items() if child_path(path, c) not in gone}
+            remaining = {
+                s: c for s, c in entry.sites.items() if child_path(path, c) not in gone
+            }
             if remaining:
                 operators[path] = replace(entry, sites=remaining)
-        modes = {p: mode for p, mode in self.modes.items() if p.rpartition(".")[0] not in gone}
+        modes = {
+            p: mode
+            for p, mode in self.modes.items()
+            if p.rpartition(".")[0] not in gone
+        }
         calling = {name for d in decisions if d.calls for name in d.names}
-        forwards = {p: h for p, h in self.forwards.items() if p in operators or p in calling}
+        forwards = {
+            p: h for p, h in self.forwards.items() if p in operators or p in calling
+        }
         return replace(
-            self, decisions=decisions, operators=operators, modes=modes, forwards=forwards
+            self,
+            decisions=decisions,
+            operators=operators,
+            modes=modes,
+            forwards=forwards,
         )
 
     def outcome(self) -> Plan:
@@ -297,7 +329,10 @@ class Plan:
         The other entries are the attributes of a plan.
         """
         named = {name: schema.plain(getattr(self, name)) for name in (*_PARTS, *_MAYBE)}
-        return {"version": VERSION, **{k: v for k, v in named.items() if v or k in _PARTS}}
+        return {
+            "version": VERSION,
+            **{k: v for k, v in named.items() if v or k in _PARTS},
+        }
 
     @classmethod
     def from_dict(cls, data: Any) -> Plan:
@@ -318,7 +353,9 @@ class Plan:
                 "calibrate again what was quantized for a target"
             )
         if set(entries) - set(_MAYBE) != set(_PARTS):
-            raise schema.damaged("record", sorted(entries), f"the entries {', '.join(_PARTS)}")
+            raise schema.damaged(
+                "record", sorted(entries), f"the entries {', '.join(_PARTS)}"
+            )
         plan: Plan = schema.read(cls, entries, "record")
         for where, got, expected in plan.problems():
             raise schema.damaged(where, got, expected)
@@ -350,14 +387,17 @@ class Plan:
                 lines.append(f"{path or '(root)'}: {d.class_name}: {d}{by}")
         for group in self.shared:
             for p in filter(concerns, group):
-                lines.append(f"{p}: one range with {', '.join(o for o in group if o != p)}")
+                lines.append(
+                    f"{p}: one range with {', '.join(o for o in group if o != p)}"
+                )
         lines += [f"{p}: {mode}" for p, mode in self.modes.items() if concerns(p)]
         return "\n".join(lines) or f"{path or '(root)'}: nothing is decided about it"
 
     def table(self) -> str:
         """Return every decision as a row of a table, with the verdict below."""
         rows = [
-            (" = ".join(d.names) or "(root)", d.class_name, str(d), d.by) for d in self.decisions
+            (" = ".join(d.names) or "(root)", d.class_name, str(d), d.by)
+            for d in self.decisions
         ]
         return table([("module", "type", "what", "by"), *rows], self.verdict())
 
@@ -391,7 +431,11 @@ class Plan:
         """Return what is not proved about the conversion."""
         if self.check == "off":
             return "; not compared with the float model (check=False)"
-        return f"; cannot be compared with the float model: {self.check}" if self._is_random else ""
+        return (
+            f"; cannot be compared with the float model: {self.check}"
+            if self._is_random
+            else ""
+        )
 
     @property
     def _is_random(self) -> bool:
@@ -405,7 +449,8 @@ class Plan:
             alike.setdefault(str(d), []).append(d)
         rows = [("what", "modules", "where")]
         rows += [
-            (what, _kinds_of(decisions), _stages_of(decisions)) for what, decisions in alike.items()
+            (what, _kinds_of(decisions), _stages_of(decisions))
+            for what, decisions in alike.items()
         ]
         hint = "Each module: plan.table(); one: plan.explain(path)"
         if len(rows) > _SCREEN:
@@ -466,7 +511,11 @@ def _problems(plan: Plan) -> Iterator[tuple[str, Any, str]]:
         if not d.names:
             yield f"decisions[{number}].names", [], "a list of one or more paths"
         if not 1 <= d.ranges <= _MOST_RANGES:
-            yield f"decisions[{number}].ranges", d.ranges, f"a number from 1 to {_MOST_RANGES}"
+            yield (
+                f"decisions[{number}].ranges",
+                d.ranges,
+                f"a number from 1 to {_MOST_RANGES}",
+            )
         if d.calls and d.output is not None:
             yield f"decisions[{number}]", "output", "none for function calls"
     for path, entry in plan.operators.items():

@@ -30,7 +30,11 @@ from torchq.swap.decisions import (
     resolve_positions,
 )
 from torchq.swap.facts import Facts
-from torchq.swap.find_operators import READ_AGAIN, OperatorSite, modules_with_other_readers
+from torchq.swap.find_operators import (
+    READ_AGAIN,
+    OperatorSite,
+    modules_with_other_readers,
+)
 from torchq.swap.passes import passes_for
 from torchq.swap.placement import decide_for_target
 from torchq.swap.plan import Operators, Plan
@@ -179,7 +183,9 @@ def _planned(
     runtime = runtime_of(target)
     config = config_or_default(config, runtime)
     _refuse_programs(model)
-    config = config.with_rules(*(Rule(pattern, skip=True) for pattern in patterns(exclude)))
+    config = config.with_rules(
+        *(Rule(pattern, skip=True) for pattern in patterns(exclude))
+    )
     rules = Rules(config, patterns(include))
     with random_kept(), state_kept(model):
         rules, drafts, operators, products = _decided(model, rules, runtime, example)
@@ -222,8 +228,15 @@ def _decided(
             model, rules, runtime, runtime.placement, recorded
         )
     reasons = dict.fromkeys(modules_with_other_readers(model, recorded), READ_AGAIN)
-    reasons |= dict.fromkeys(() if recorded is None else recorded.written_weights, _WRITTEN)
-    return rules, tuple(_in_float(draft, reasons) for draft in drafts), operators, products
+    reasons |= dict.fromkeys(
+        () if recorded is None else recorded.written_weights, _WRITTEN
+    )
+    return (
+        rules,
+        tuple(_in_float(draft, reasons) for draft in drafts),
+        operators,
+        products,
+    )
 
 
 def _in_float(draft: Draft, reasons: Mapping[int, str]) -> Draft:

@@ -60,7 +60,9 @@ class Outcome:
     @classmethod
     def of(cls, model: nn.Module, example: Any) -> "Outcome":
         """Run a model once in float."""
-        paths = frozenset(name for name, _ in model.named_modules(remove_duplicate=False))
+        paths = frozenset(
+            name for name, _ in model.named_modules(remove_duplicate=False)
+        )
         return cls(_values_of_run(model, example, paths), paths)
 
     def check(self, model: nn.Module, example: Any) -> None:
@@ -89,7 +91,9 @@ def _state_of(module: nn.Module) -> list[Any]:
     if isinstance(module, TensorQuantizer):
         return []
     names = [n for n in vars(module) if not n.startswith(("_", "torchq"))]
-    attributes = [v for n in names for v in leaves(vars(module)[n]) if isinstance(v, Tensor)]
+    attributes = [
+        v for n in names for v in leaves(vars(module)[n]) if isinstance(v, Tensor)
+    ]
     buffers = [b for n, b in module.named_buffers(recurse=False) if n not in OPTIONAL]
     return [*buffers, *attributes]
 
@@ -111,7 +115,11 @@ def leaves(value: Any, depth: int = 0) -> Iterator[Any]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from leaves(getattr(value, field.name), depth)
-    elif depth < _DEEPEST and not isinstance(value, (type, nn.Module)) and not callable(value):
+    elif (
+        depth < _DEEPEST
+        and not isinstance(value, (type, nn.Module))
+        and not callable(value)
+    ):
         for member in getattr(value, "__dict__", {}).values():
             yield from leaves(member, depth + 1)
 
@@ -131,7 +139,11 @@ def difference(before: Sequence[Any], after: Sequence[Any]) -> str:
             return f"returns {_form(new)}, not {_form(old)}"
         elif not same(old, new):
             is_equal = False
-            gap = (_dense(new).double() - _dense(old).double()).abs().nan_to_num(nan=torch.inf)
+            gap = (
+                (_dense(new).double() - _dense(old).double())
+                .abs()
+                .nan_to_num(nan=torch.inf)
+            )
             largest = max(largest, float(gap.max()))
     return "" if is_equal else f"is off by up to {largest:.1e}"
 
@@ -168,7 +180,9 @@ class ModuleCall:
     results: str
 
 
-def _calls_of(model: nn.Module, example: Any, paths: frozenset[str]) -> list[ModuleCall]:
+def _calls_of(
+    model: nn.Module, example: Any, paths: frozenset[str]
+) -> list[ModuleCall]:
     """Return the calls of modules in a float run, in the order of their ends."""
     calls: list[ModuleCall] = []
     opened: list[tuple[str, str]] = []
@@ -185,7 +199,9 @@ def _calls_of(model: nn.Module, example: Any, paths: frozenset[str]) -> list[Mod
         stack.enter_context(unfused_attention())
         for path, module in model.named_modules():
             if path in paths and not isinstance(module, torch.jit.ScriptModule):
-                before = module.register_forward_pre_hook(partial(enter, path), with_kwargs=True)
+                before = module.register_forward_pre_hook(
+                    partial(enter, path), with_kwargs=True
+                )
                 after = module.register_forward_hook(leave, with_kwargs=True)
                 stack.callback(before.remove)
                 stack.callback(after.remove)
@@ -247,8 +263,12 @@ def refusal(path: str, problem: str, plan: Plan, model: nn.Module) -> Quantizati
     rows = [d for d in plan.replaced if path in d.names]
     entry = plan.operators.get(path)
     start = f"{path}." if path else ""
-    children = [] if entry is None else [f"{start}{child}" for child in entry.sites.values()]
-    parts = [d for d in plan.replaced if d.name.startswith(start) and d.name not in children]
+    children = (
+        [] if entry is None else [f"{start}{child}" for child in entry.sites.values()]
+    )
+    parts = [
+        d for d in plan.replaced if d.name.startswith(start) and d.name not in children
+    ]
     changed = [f"{d.class_name} is quantized" for d in rows if not d.is_container]
     changed += [f"{child} stands for an operator" for child in children]
     excluded = [*(d.name for d in rows if d.name and not d.is_container), *children]

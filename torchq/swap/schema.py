@@ -13,7 +13,12 @@ from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
 from torchq.nn.calls.routes import CallSite
 
-_WORDS = {str: "a string", bool: "true or false", int: "a whole number", float: "a number"}
+_WORDS = {
+    str: "a string",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+}
 
 
 def plain(value: Any) -> Any:
@@ -37,7 +42,9 @@ def damaged(where: str, got: Any, expected: str) -> ConfigError:
     """Return the error for a part of a file that is not as expected."""
     printed = repr(got)
     shown = printed if len(printed) <= 60 else f"{printed[:57]}..."
-    return ConfigError(f"load: {where}: got {shown}; expected {expected}. The file is damaged")
+    return ConfigError(
+        f"load: {where}: got {shown}; expected {expected}. The file is damaged"
+    )
 
 
 def read(kind: Any, value: Any, where: str) -> Any:
@@ -50,7 +57,9 @@ def read(kind: Any, value: Any, where: str) -> Any:
     if get_origin(kind) is tuple:
         if not isinstance(value, list):
             raise damaged(where, value, "a list")
-        return tuple(read(parts[0], part, f"{where}[{i}]") for i, part in enumerate(value))
+        return tuple(
+            read(parts[0], part, f"{where}[{i}]") for i, part in enumerate(value)
+        )
     if kind in _WORDS:
         if type(value) is not kind and not (kind is float and type(value) is int):
             raise damaged(where, value, _WORDS[kind])
@@ -58,7 +67,10 @@ def read(kind: Any, value: Any, where: str) -> Any:
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise damaged(where, value, "a dictionary with names as keys")
     if get_origin(kind) is Mapping:
-        return {key: read(parts[1], part, f"{where}[{key!r}]") for key, part in value.items()}
+        return {
+            key: read(parts[1], part, f"{where}[{key!r}]")
+            for key, part in value.items()
+        }
     return _object(kind, value, where)
 
 
@@ -69,9 +81,18 @@ def _object(cls: Any, entries: dict[str, Any], where: str) -> Any:
             return cls.from_dict(entries)
         except ConfigError as error:
             raise ConfigError(f"load: {where}: {error}. The file is damaged") from None
-    needed = {_key(f.name) for f in fields(cls) if (f.default, f.default_factory) == 2 * (MISSING,)}
+    needed = {
+        _key(f.name)
+        for f in fields(cls)
+        if (f.default, f.default_factory) == 2 * (MISSING,)
+    }
     kinds = {_key(name): (name, kind) for name, kind in get_type_hints(cls).items()}
     if not needed <= set(entries) <= set(kinds):
         raise damaged(where, sorted(entries), f"the entries {', '.join(kinds)}")
     arguments = ((*kinds[key], key, part) for key, part in entries.items())
-    return cls(**{name: read(kind, part, f"{where}.{key}") for name, kind, key, part in arguments})
+    return cls(
+        **{
+            name: read(kind, part, f"{where}.{key}")
+            for name, kind, key, part in arguments
+        }
+    )

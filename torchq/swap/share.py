@@ -67,14 +67,22 @@ class Work:
         parts: dict[str, float] = defaultdict(float)
         float_parts: dict[tuple[str, str], float] = defaultdict(float)
         for name, reason in reasons.items():
-            parts["done" if not reason else "chosen" if reason in chosen else ""] += amounts[name]
+            parts["done" if not reason else "chosen" if reason in chosen else ""] += (
+                amounts[name]
+            )
             if reason and reason not in chosen:
                 float_parts[self.classes[name], reason] += amounts[name] / total
-        counts = Counter((self.classes[name], reason) for name, reason in reasons.items())
+        counts = Counter(
+            (self.classes[name], reason) for name, reason in reasons.items()
+        )
         texts = {}
-        for (kind, reason), part in sorted(float_parts.items(), key=lambda item: -item[1]):
+        for (kind, reason), part in sorted(
+            float_parts.items(), key=lambda item: -item[1]
+        ):
             number = counts[kind, reason]
-            texts[f"{number} {kind}: {reason}" if number > 1 else f"{kind}: {reason}"] = part
+            texts[
+                f"{number} {kind}: {reason}" if number > 1 else f"{kind}: {reason}"
+            ] = part
         unit = "multiply-adds" if self.measured else "weights of layers"
         return Share(parts["done"] / total, 1 - parts["chosen"] / total, texts, unit)
 
@@ -90,7 +98,9 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, float]]:
     """Yield the number of weights that each module multiplies by; tables are looked up."""
     for name, module in model.named_modules():
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            materialized = (p for p in module.parameters(recurse=False) if not is_lazy(p))
+            materialized = (
+                p for p in module.parameters(recurse=False) if not is_lazy(p)
+            )
             count = sum(p.numel() for p in materialized if p.dim() > 1)
             if count:
                 yield name, count
@@ -131,7 +141,9 @@ class _Calls:
             start, inside = self._open.pop()
             done = self._total() - start
             own_flops = done - inside
-            if isinstance(module, nn.RNNBase):  # torch counts nothing in some of its kernels.
+            if isinstance(
+                module, nn.RNNBase
+            ):  # torch counts nothing in some of its kernels.
                 own_flops = 2 * _recurrent(module, args)
             elif not own_flops:
                 own_flops = 2 * _of_kernel(module, output)
@@ -151,9 +163,16 @@ def _of_kernel(module: nn.Module, output: Any) -> int:
     weight: Any = getattr(module, "weight", None)
     is_leaf = next(module.children(), None) is None and not is_torchs_own(module)
     is_kernel = isinstance(weight, nn.Parameter) and weight.dim() > 2
-    if not (is_leaf and is_kernel and isinstance(output, Tensor) and output.dim() == weight.dim()):
+    if not (
+        is_leaf
+        and is_kernel
+        and isinstance(output, Tensor)
+        and output.dim() == weight.dim()
+    ):
         return 0
-    return output.numel() * weight[0].numel() if output.shape[1] == weight.shape[0] else 0
+    return (
+        output.numel() * weight[0].numel() if output.shape[1] == weight.shape[0] else 0
+    )
 
 
 def _recurrent(module: nn.RNNBase, args: Any) -> int:

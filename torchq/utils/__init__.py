@@ -1,7 +1,13 @@
 """Leaf helpers. Imports only errors, torch, tqdm and the standard library."""
 
 from torchq.utils.batches import check_batches, kept_batches
-from torchq.utils.data import check_fields, parse_json, replacing, short_repr, why_no_model
+from torchq.utils.data import (
+    check_fields,
+    parse_json,
+    replacing,
+    short_repr,
+    why_no_model,
+)
 from torchq.utils.modules import (
     calls_are_recorded,
     constant_while_tracing,

@@ -18,7 +18,9 @@ def check_batches(where: str, batches: Any, num_batches: Any = None) -> None:
             f"{where}: got num_batches={num_batches!r}; expected an integer of at least 1, or "
             "None for all batches"
         )
-    is_one = isinstance(batches, (Tensor, Mapping, str)) or hasattr(batches, "__array__")
+    is_one = isinstance(batches, (Tensor, Mapping, str)) or hasattr(
+        batches, "__array__"
+    )
     is_many = any(hasattr(batches, name) for name in ("__iter__", "__getitem__"))
     if is_one or not is_many:
         raise ConfigError(

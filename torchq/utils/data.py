@@ -23,7 +23,11 @@ def short_repr(value: object) -> str:
         printed = repr(value)
     except (ValueError, RecursionError):  # A huge integer, or deeply nested lists.
         return f"a value of type {type(value).__name__} that cannot be printed"
-    return printed if len(printed) <= _MAX_CHARACTERS else printed[: _MAX_CHARACTERS - 3] + "..."
+    return (
+        printed
+        if len(printed) <= _MAX_CHARACTERS
+        else printed[: _MAX_CHARACTERS - 3] + "..."
+    )
 
 
 def parse_json(text: str, where: str) -> Any:
@@ -36,7 +40,9 @@ def parse_json(text: str, where: str) -> Any:
         if len(data) != len(pairs):
             keys = [key for key, _ in pairs]
             twice = sorted({key for key in keys if keys.count(key) > 1})
-            raise ConfigError(f"{where}: got the keys {short_repr(twice)} twice; expected once")
+            raise ConfigError(
+                f"{where}: got the keys {short_repr(twice)} twice; expected once"
+            )
         return data
 
     try:
@@ -67,7 +73,9 @@ def check_fields(
         )
     for key in required:
         if key not in data:
-            raise ConfigError(f"{where}: got {short_repr(dict(data))}; expected a {key!r}")
+            raise ConfigError(
+                f"{where}: got {short_repr(dict(data))}; expected a {key!r}"
+            )
     return data
 
 
@@ -89,14 +97,20 @@ def replacing(*paths: str | os.PathLike[str]) -> Iterator[tuple[Path, ...]]:
     permissions kept.
     """
     final = [Path(os.path.realpath(path)) for path in paths]
-    if any(path.exists() and not path.is_file() and not path.is_dir() for path in final):
+    if any(
+        path.exists() and not path.is_file() and not path.is_dir() for path in final
+    ):
         yield tuple(final)
         return
     folder = final[0].parent
     if any(path.parent != folder for path in final):
-        raise ValueError(f"replacing: got {[str(p) for p in final]}; expected paths in one folder")
+        raise ValueError(
+            f"replacing: got {[str(p) for p in final]}; expected paths in one folder"
+        )
     if not folder.is_dir():
-        raise FileNotFoundError(f"{final[0]}: the folder {folder} does not exist. Create it first")
+        raise FileNotFoundError(
+            f"{final[0]}: the folder {folder} does not exist. Create it first"
+        )
     temporary = Path(tempfile.mkdtemp(prefix=".torchq.", dir=folder))
     try:
         written = [temporary / path.name for path in final]

@@ -85,7 +85,9 @@ def without_gradients(model: nn.Module) -> Iterator[None]:
     copies of the parameters of scripted modules, which other tensors were computed for.
     """
     learned = [
-        p for p in model.parameters() if p.requires_grad and p.is_leaf and not p.is_inference()
+        p
+        for p in model.parameters()
+        if p.requires_grad and p.is_leaf and not p.is_inference()
     ]
     for parameter in learned:
         parameter.requires_grad = False
@@ -106,7 +108,11 @@ def twin_of(module: nn.Module) -> nn.Module:
     """Return an object with the attributes, hooks and children of ``module``, but its own lists."""
     twin = copy.copy(module)
     vars(twin).update(
-        {name: copy.copy(value) for name, value in vars(module).items() if isinstance(value, dict)}
+        {
+            name: copy.copy(value)
+            for name, value in vars(module).items()
+            if isinstance(value, dict)
+        }
     )
     return twin
 
@@ -146,7 +152,10 @@ def unwrapped(model: nn.Module) -> nn.Module:
         kinds = {p.kind for p in inspect.signature(model.forward).parameters.values()}
     except (TypeError, ValueError):  # scripted
         return model
-    is_wrapper = kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    is_wrapper = kinds == {
+        inspect.Parameter.VAR_POSITIONAL,
+        inspect.Parameter.VAR_KEYWORD,
+    }
     return unwrapped(children[0]) if is_wrapper else model
 
 
@@ -175,13 +184,17 @@ def _what_cannot_be_copied(module: nn.Module) -> dict[int, Any]:
     tree = {id(part): part for part in module.modules()}
     shared: dict[int, Any] = {}
     for part in tree.values():
-        for name, value in list(vars(part).items()):  # traced modules change while they are copied
+        for name, value in list(
+            vars(part).items()
+        ):  # traced modules change while they are copied
             if name != "_modules":
                 _collect(value, tree, shared, set())
     return shared
 
 
-def _collect(value: object, tree: dict[int, Any], shared: dict[int, Any], seen: set[int]) -> None:
+def _collect(
+    value: object, tree: dict[int, Any], shared: dict[int, Any], seen: set[int]
+) -> None:
     """Add to ``shared`` the smallest parts of ``value`` that cannot be copied."""
     if id(value) in tree or id(value) in seen:
         return
@@ -362,10 +375,16 @@ def state_kept(model: nn.Module) -> Iterator[Callable[[], None]]:
     held = _Held(model.modules())
     kept = (*held.tensors.values(), *written_parameters(model))
     materialized = (t for t in kept if not is_lazy(t))
-    dense = [t for t in materialized if t.layout is torch.strided and not t.is_quantized]
-    contents = [(tensor, tensor.detach().clone()) for tensor in dense if not tensor.is_meta]
+    dense = [
+        t for t in materialized if t.layout is torch.strided and not t.is_quantized
+    ]
+    contents = [
+        (tensor, tensor.detach().clone()) for tensor in dense if not tensor.is_meta
+    ]
     # Sparse tensors have no address to compare.
-    plain = (p for p in model.parameters() if not is_lazy(p) and p.layout is torch.strided)
+    plain = (
+        p for p in model.parameters() if not is_lazy(p) and p.layout is torch.strided
+    )
     data = [(p, p.data) for p in plain]
 
     def restore() -> None:
@@ -386,7 +405,9 @@ def state_kept(model: nn.Module) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def watching(
-    watched: Iterable[tuple[nn.Module, Callable[[Any, Any, Any], Any]]], *, before: bool = False
+    watched: Iterable[tuple[nn.Module, Callable[[Any, Any, Any], Any]]],
+    *,
+    before: bool = False,
 ) -> Iterator[None]:
     """Call a function with arguments, keyword arguments and result of each call of its module.
 
@@ -441,7 +462,9 @@ def constant_while_tracing() -> AbstractContextManager[None]:
 @contextmanager
 def uncompiled() -> Iterator[None]:
     """Run what ``torch.compile`` made as it is written: it follows hooks for minutes."""
-    if "torch._dynamo" not in sys.modules:  # Nothing is compiled yet, and it takes long to load.
+    if (
+        "torch._dynamo" not in sys.modules
+    ):  # Nothing is compiled yet, and it takes long to load.
         yield
         return
     with torch.compiler.set_stance("force_eager"):

@@ -31,7 +31,11 @@ def qualified_name(cls: type) -> str:
 def check_pattern(pattern: Pattern) -> Pattern:
     """Return ``pattern``; a ConfigError says that it is none, whatever the model."""
     if not (pattern if isinstance(pattern, str) else callable(pattern)):
-        got = "an empty string" if pattern == "" else f"{pattern!r} ({type(pattern).__name__})"
+        got = (
+            "an empty string"
+            if pattern == ""
+            else f"{pattern!r} ({type(pattern).__name__})"
+        )
         raise ConfigError(
             f"pattern: got {got}; expected a glob, 're:...', 'type:...', a class or a callable"
         )
@@ -39,7 +43,9 @@ def check_pattern(pattern: Pattern) -> Pattern:
         try:
             re.compile(pattern[3:])
         except re.error as error:
-            raise ConfigError(f"pattern {pattern!r}: not a regular expression ({error})") from None
+            raise ConfigError(
+                f"pattern {pattern!r}: not a regular expression ({error})"
+            ) from None
     return pattern
 
 

@@ -29,7 +29,9 @@ def progress_bar(
 ) -> Iterator[T]:
     """Iterate over ``items``, ``most`` of them, behind a bar with the rate and the time left."""
     total = item_count(items, most) if total is None else total
-    yield from _bar(enabled, islice(items, most), desc=description, total=total, unit=unit)
+    yield from _bar(
+        enabled, islice(items, most), desc=description, total=total, unit=unit
+    )
 
 
 def item_count(items: Iterable[object], most: int | None = None) -> int | None:
@@ -44,7 +46,9 @@ def progress_stages(
 ) -> Iterator[Callable[[], None]]:
     """Show a bar over the unlike stages of one call; yield a function that begins the next one."""
     options = {"unit": "stage", "mininterval": 0, "delay": 0}
-    with _bar(enabled, total=len(names), desc=f"{description}: {names[0]}", **options) as bar:
+    with _bar(
+        enabled, total=len(names), desc=f"{description}: {names[0]}", **options
+    ) as bar:
         waiting = iter(names[1:])
 
         def advance() -> None:

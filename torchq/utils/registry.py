@@ -63,4 +63,6 @@ class Registry(Generic[K, V]):
 
 
 def _label(key: object) -> str:
-    return f"{key.__module__}.{key.__qualname__}" if isinstance(key, type) else repr(key)
+    return (
+        f"{key.__module__}.{key.__qualname__}" if isinstance(key, type) else repr(key)
+    )

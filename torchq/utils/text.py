@@ -15,12 +15,15 @@ def _terminal_width() -> int:
     return shutil.get_terminal_size(fallback=(120, 24)).columns
 
 
-def table(rows: Sequence[Sequence[str]], footer: str = "", *, width: int | None = None) -> str:
+def table(
+    rows: Sequence[Sequence[str]], footer: str = "", *, width: int | None = None
+) -> str:
     """Return ``rows`` as aligned columns above a footer; wide cells wrap between words."""
     limit = _terminal_width() if width is None else width
     columns = list(zip(*rows, strict=True))
     longest = [
-        max(len(word) for cell in cells for word in cell.split() or [""]) for cells in columns
+        max(len(word) for cell in cells for word in cell.split() or [""])
+        for cells in columns
     ]
     widths = _fit([max(map(len, cells)) for cells in columns], longest, limit)
     lines = []
@@ -28,12 +31,16 @@ def table(rows: Sequence[Sequence[str]], footer: str = "", *, width: int | None 
         cells = [
             [cell]
             if len(cell) <= size
-            else textwrap.wrap(cell, size, break_long_words=False, break_on_hyphens=False)
+            else textwrap.wrap(
+                cell, size, break_long_words=False, break_on_hyphens=False
+            )
             for cell, size in zip(row, widths, strict=True)
         ]
         for number in range(max(map(len, cells))):
             parts = [cell[number] if number < len(cell) else "" for cell in cells]
-            padded = (part.ljust(size) for part, size in zip(parts, widths, strict=True))
+            padded = (
+                part.ljust(size) for part, size in zip(parts, widths, strict=True)
+            )
             lines.append(_GAP.join(padded).rstrip())
     return "\n".join([*lines, footer] if footer else lines)
 
@@ -43,7 +50,9 @@ def _fit(widths: list[int], longest: list[int], limit: int) -> list[int]:
     widths = list(widths)
     excess = sum(widths) + len(_GAP) * (len(widths) - 1) - limit
     for _ in range(excess):
-        wide = [i for i, size in enumerate(widths) if size > max(longest[i], _NARROWEST)]
+        wide = [
+            i for i, size in enumerate(widths) if size > max(longest[i], _NARROWEST)
+        ]
         if not wide:
             break
         widths[max(wide, key=widths.__getitem__)] -= 1
@@ -55,7 +64,9 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [rows[0], ["-" * size for size in widths], *rows[1:]]
     return "\n".join(
-        "| " + " | ".join(cell.ljust(size) for cell, size in zip(line, widths, strict=True)) + " |"
+        "| "
+        + " | ".join(cell.ljust(size) for cell, size in zip(line, widths, strict=True))
+        + " |"
         for line in lines
     )
 

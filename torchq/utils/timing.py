@@ -63,7 +63,9 @@ def time_calls(
     for name in names:
         for _ in range(warmup):
             calls[name]()
-        repeats[name] = max(1, round(min_time / max(_sample(calls[name], 1, clock), 1e-9)))
+        repeats[name] = max(
+            1, round(min_time / max(_sample(calls[name], 1, clock), 1e-9))
+        )
     seconds: dict[K, list[float]] = {name: [] for name in names}
     started, collecting = clock(), gc.isenabled()
     for number in range(rounds):
@@ -80,7 +82,9 @@ def time_calls(
     return {name: Samples(tuple(seconds[name]), repeats[name]) for name in names}
 
 
-def _sample(call: Callable[[], object], calls: int, clock: Callable[[], float]) -> float:
+def _sample(
+    call: Callable[[], object], calls: int, clock: Callable[[], float]
+) -> float:
     """Return the seconds that a call takes, the mean of several; work on a GPU is waited for."""
     wait = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
     if calls > 1:

@@ -22,7 +22,9 @@ _LIBRARIES = ("torch", "torchq")
 _OF_MAKING = ("__init__", "init", "_init", "reset")
 #: Methods that yield parameters, or the modules that hold them.
 _SOURCES = frozenset(
-    f"{prefix}{name}" for prefix in ("", "named_") for name in ("parameters", "modules", "children")
+    f"{prefix}{name}"
+    for prefix in ("", "named_")
+    for name in ("parameters", "modules", "children")
 )
 #: They end as methods that write do, and write no numbers.
 _HARMLESS = ("requires_grad_", "share_memory_")
@@ -38,7 +40,10 @@ def written_parameters(model: nn.Module) -> list[nn.Parameter]:
     """
     parameters: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+        if (
+            isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+            and module.max_norm is not None
+        ):
             parameters |= {id(p): p for p in module.parameters(recurse=False)}
         for chain in _chains_of(type(module)):
             parameters |= {id(p): p for p in _parameters_at(module, chain)}
@@ -65,7 +70,9 @@ def _chains_of(cls: type[Any]) -> Iterator[_Chain]:
         if base.__module__.partition(".")[0] in _LIBRARIES:
             continue
         for name, function in vars(base).items():
-            if isinstance(function, types.FunctionType) and not name.startswith(_OF_MAKING):
+            if isinstance(function, types.FunctionType) and not name.startswith(
+                _OF_MAKING
+            ):
                 decorated = inspect.unwrap(function)
                 if isinstance(decorated, types.FunctionType):
                     yield from _chains_written_in(decorated.__code__)
@@ -84,12 +91,16 @@ def _chains_written_in(code: types.CodeType) -> tuple[_Chain, ...]:
     names: dict[str, _Chain] = {code.co_varnames[0]: ()}
     for node in ast.walk(tree):
         names |= dict(_names_given_in(node, names))
-    targets = (t for node in ast.walk(tree) for t in _written_in(node, code.co_varnames))
+    targets = (
+        t for node in ast.walk(tree) for t in _written_in(node, code.co_varnames)
+    )
     chains = (_chain(target, names) for target in targets)
     return tuple(dict.fromkeys(chain for chain in chains if chain))
 
 
-def _names_given_in(node: ast.AST, names: dict[str, _Chain]) -> Iterator[tuple[str, _Chain]]:
+def _names_given_in(
+    node: ast.AST, names: dict[str, _Chain]
+) -> Iterator[tuple[str, _Chain]]:
     """Yield names that an assignment or a loop gives to what belongs to the module."""
     if isinstance(node, ast.Assign):
         targets = node.targets

@@ -80,9 +80,14 @@ class CalibrationReport:
         lines = [self._verdict()]
         if self.unseen:
             lines.append(f"no data reached {utils.listed(self.unseen)}")
-        activations = [name for name in self.ranges if not name.endswith("weight_quantizer")]
+        activations = [
+            name for name in self.ranges if not name.endswith("weight_quantizer")
+        ]
         widest = sorted(activations, key=self._width, reverse=True)[:_SHOWN]
-        lines += ["the widest ranges:", *(f"  {n}  {self._range_text(n)}" for n in widest)]
+        lines += [
+            "the widest ranges:",
+            *(f"  {n}  {self._range_text(n)}" for n in widest),
+        ]
         empty = [name for name in activations if self._width(name) == 0]
         if empty:
             lines.append(f"nothing but zeros reached {utils.listed(empty)}")
@@ -94,7 +99,11 @@ class CalibrationReport:
 
     def _range_text(self, name: str) -> str:
         smallest, largest = self.ranges[name]
-        amax = f"{largest:.4g}" if smallest == largest else f"{smallest:.4g} .. {largest:.4g}"
+        amax = (
+            f"{largest:.4g}"
+            if smallest == largest
+            else f"{smallest:.4g} .. {largest:.4g}"
+        )
         return f"{amax} ({self.signs[name]})" if name in self.signs else amax
 
     def _verdict(self) -> str:
@@ -188,7 +197,9 @@ def calibrate(
         count = 0
         unseen: tuple[str, ...] = ()
         with _undone_on_error(model, todo.values()):
-            with _weights_after_errors(model, pending := {id(q) for q in todo.values()}):
+            with _weights_after_errors(
+                model, pending := {id(q) for q in todo.values()}
+            ):
                 if batches is not None and (activations or group or samples):
                     with _observing(model, activations, method, options):
                         reading = (runs, num_batches, progress, floats)
@@ -200,7 +211,13 @@ def calibrate(
     if corrects and done is None:
         warnings.warn(f"calibrate: {_READ_ONCE}", stacklevel=2)
     return CalibrationReport(
-        count, _bounds(todo), kept_paths, unseen, _signs(todo), done, evaluation_of(model)
+        count,
+        _bounds(todo),
+        kept_paths,
+        unseen,
+        _signs(todo),
+        done,
+        evaluation_of(model),
     )
 
 
@@ -265,7 +282,9 @@ def _reads_again(
     Raises:
         ConfigError: a model with 4 bits, which wants them twice.
     """
-    can_read = torch.tensor(float(not isinstance(batches, Iterator)), device=utils.device_of(model))
+    can_read = torch.tensor(
+        float(not isinstance(batches, Iterator)), device=utils.device_of(model)
+    )
     if group is not None:
         dist.all_reduce(can_read, dist.ReduceOp.MIN, group=group)
     if can_read:
@@ -275,7 +294,9 @@ def _reads_again(
     return False
 
 
-def _samples(model: nn.Module, chosen: Mapping[str, TensorQuantizer]) -> OutputSamples | None:
+def _samples(
+    model: nn.Module, chosen: Mapping[str, TensorQuantizer]
+) -> OutputSamples | None:
     """Return what keeps inputs of layers, or None if no method of weights needs them."""
     needed = any(q.descriptor.calib_method == _BY_OUTPUT for q in chosen.values())
     return OutputSamples(model) if needed else None
@@ -361,7 +382,9 @@ def _warn_of_other_ranks(batches: Any, group: dist.ProcessGroup | None) -> None:
         )
 
 
-def _pending(model: nn.Module, force: bool) -> tuple[dict[str, TensorQuantizer], tuple[str, ...]]:
+def _pending(
+    model: nn.Module, force: bool
+) -> tuple[dict[str, TensorQuantizer], tuple[str, ...]]:
     """Name all quantizers; return those to calibrate, and the paths of those that keep a range."""
     by_path = quantizers(model)
     if not by_path:
@@ -376,7 +399,11 @@ def _pending(model: nn.Module, force: bool) -> tuple[dict[str, TensorQuantizer],
                 f"calibrate: {name}: is on the meta device, where tensors have no numbers; "
                 "expected a model with its weights. Call model.to_empty(device='cpu') and load them"
             )
-    live = {name: q for name, q in by_path.items() if q.quantizing and not q.descriptor.dynamic}
+    live = {
+        name: q
+        for name, q in by_path.items()
+        if q.quantizing and not q.descriptor.dynamic
+    }
     fixed = {name for name, q in live.items() if q.descriptor.amax is not None}
     done = {name for name, q in live.items() if q.calibrated} - fixed
     of_weights = weight_quantizers(model)
@@ -394,7 +421,9 @@ def _pending(model: nn.Module, force: bool) -> tuple[dict[str, TensorQuantizer],
     return to_calibrate, tuple(name for name in live if name in keep)
 
 
-def _run(runs: Runs, num_batches: int | None, show: bool, outputs: Outputs | None) -> int:
+def _run(
+    runs: Runs, num_batches: int | None, show: bool, outputs: Outputs | None
+) -> int:
     """Run the model on the batches, perhaps with a bar, and return how many there were.
 
     ``outputs`` gets what the model returned. Batches and the state of the model stay as they are.
@@ -429,7 +458,9 @@ def _weights_of_hooks(model: nn.Module) -> dict[Any, Tensor]:
     """
     layers = [module for module in model.modules() if isinstance(module, QuantModule)]
     weights = {layer: vars(layer).get("weight") for layer in layers}
-    return {layer: weight for layer, weight in weights.items() if isinstance(weight, Tensor)}
+    return {
+        layer: weight for layer, weight in weights.items() if isinstance(weight, Tensor)
+    }
 
 
 def _observed(
@@ -446,7 +477,11 @@ def _observed(
         with samples.recording() if samples else nullcontext():
             count = _run(runs, num_batches, shows, floats)
     if group is not None:
-        named = {name: q.calibrator for name, q in activations.items() if q.calibrator is not None}
+        named = {
+            name: q.calibrator
+            for name, q in activations.items()
+            if q.calibrator is not None
+        }
         sync(list(named.values()), group, names=list(named))
     elif not count:
         raise CalibrationError(
@@ -500,7 +535,9 @@ def _raise_together(failed: Mapping[str, str]) -> None:
         raise CalibrationError("calibrate: " + "; ".join(reasons))
 
 
-def _treat_unseen(unseen: dict[str, TensorQuantizer], on_unseen: OnUnseen, count: int) -> None:
+def _treat_unseen(
+    unseen: dict[str, TensorQuantizer], on_unseen: OnUnseen, count: int
+) -> None:
     log.debug("calibrated on %d batches, unseen: %s", count, list(unseen))
     if unseen and on_unseen == "error":
         raise CalibrationError(

@@ -45,12 +45,17 @@ def reach(quantizer: TensorQuantizer, weight: Tensor) -> Tensor:
 def has_range_of_its_weight(quantizer: TensorQuantizer, weight: Tensor) -> bool:
     """Return True if a weight is quantized with a range that was found on it, and not learned."""
     descriptor = quantizer.descriptor
-    is_found = quantizer.calibrated and not (descriptor.dynamic or descriptor.learn_amax)
+    is_found = quantizer.calibrated and not (
+        descriptor.dynamic or descriptor.learn_amax
+    )
     return is_found and quantizer.quantizing and not weight.is_meta
 
 
 def _is_beyond(quantizer: TensorQuantizer, weight: Tensor) -> bool:
-    if not has_range_of_its_weight(quantizer, weight) or quantizer.descriptor.amax is not None:
+    if (
+        not has_range_of_its_weight(quantizer, weight)
+        or quantizer.descriptor.amax is not None
+    ):
         return False
     ratios = reach(quantizer, weight)
     limit = _FAR if quantizer.descriptor.calib_method == "max" else _FAR_OF_CUT

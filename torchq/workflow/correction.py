@@ -94,7 +94,9 @@ class Correction:
     @property
     def weak(self) -> tuple[str, ...]:
         """Paths of layers with few bits whose results are wrong beyond gain and bias."""
-        return tuple(n for n, error in self.errors.items() if self.gains and error > _LARGE)
+        return tuple(
+            n for n, error in self.errors.items() if self.gains and error > _LARGE
+        )
 
     @property
     def line(self) -> str:
@@ -103,7 +105,9 @@ class Correction:
         not_corrected = f", {len(self.skipped)} not" if self.skipped else ""
         sentence = f"corrected {what} of {len(self.layers)} layers{not_corrected}"
         if self.repeated:
-            sentence += f"; {', '.join(self.repeated[:3])} by the first of several calls"
+            sentence += (
+                f"; {', '.join(self.repeated[:3])} by the first of several calls"
+            )
         if self.outputs.batches:
             sentence += f"; {self.outputs}"
             sentence += ", so it is left out" if self.outputs.is_worse else ""
@@ -116,7 +120,9 @@ class Correction:
         )
 
     def __str__(self) -> str:
-        rows = [("layer", "change beside the size of its results", "error that is left")]
+        rows = [
+            ("layer", "change beside the size of its results", "error that is left")
+        ]
         for name, change in self.layers.items():
             rows.append((name, f"{change:.2%}", f"{self.errors.get(name, 0.0):.0%}"))
         rows += [(name, reason, "") for name, reason in self.skipped.items()]
@@ -137,7 +143,11 @@ def uncorrected(model: nn.Module) -> list[str]:
     """Return the layers of a calibrated model for which no correction was tried."""
     few = needs_gains(model)
     layers, _ = _candidates(model, few, may_clip=few)
-    done = {n for n, layer in layers.items() if layer.is_corrected or layer.needs_no_correction}
+    done = {
+        n
+        for n, layer in layers.items()
+        if layer.is_corrected or layer.needs_no_correction
+    }
     return [name for name in layers if name not in done]
 
 
@@ -186,8 +196,12 @@ def correct(
             plain = _outputs(runs, most)
         obstacles = {name: fit.obstacle for name, fit in fits.items()}
         skipped |= {name: reason for name, reason in obstacles.items() if reason}
-        changes = {name: fit.apply() for name, fit in fits.items() if not obstacles[name]}
-        outputs = _compared(runs, most, floats, plain, group) if changes else Comparison()
+        changes = {
+            name: fit.apply() for name, fit in fits.items() if not obstacles[name]
+        }
+        outputs = (
+            _compared(runs, most, floats, plain, group) if changes else Comparison()
+        )
         if changes and (outputs.is_worse or not outputs.batches):
             forget_corrections(model)
             skipped |= dict.fromkeys(changes, _DROPPED if outputs.batches else NOT_READ)
@@ -253,7 +267,11 @@ def _outputs(runs: Runs, most: int | None, *, in_float: bool = False) -> Outputs
 
 
 def _compared(
-    runs: Runs, most: int | None, floats: Outputs, plain: Outputs, group: dist.ProcessGroup | None
+    runs: Runs,
+    most: int | None,
+    floats: Outputs,
+    plain: Outputs,
+    group: dist.ProcessGroup | None,
 ) -> Comparison:
     """Compare outputs with and without corrections with those in float, batch by batch.
 
@@ -371,7 +389,9 @@ class _Fit:
     def obstacle(self) -> str:
         """The reason why the layer is not corrected; "" if it is."""
         if not self.count:
-            return "its batches have no rows" if self.was_called else "no batch reached it"
+            return (
+                "its batches have no rows" if self.was_called else "no batch reached it"
+            )
         if self.has_readers:
             return "its weight or bias is read outside of it too"
         if self.count < _FEW_RESULTS * (1 + self.gains):
@@ -383,13 +403,17 @@ class _Fit:
         """True if fits to the other folds lower the error of each fold, taken together."""
         total = self.sums.sum(0)
         zeros = torch.zeros_like(total[0])
-        with_fit = sum(_square_error(fold, *self.solve(total - fold)) for fold in self.sums)
+        with_fit = sum(
+            _square_error(fold, *self.solve(total - fold)) for fold in self.sums
+        )
         return bool(with_fit < _square_error(total, None, zeros))
 
     def solve(self, sums: Tensor | None = None) -> tuple[Tensor | None, Tensor]:
         """Return gain and shift for sums (6, channels), by default all so far."""
         count, *others = self.sums.sum(0) if sums is None else sums
-        mean_y, mean_r, mean_yr, mean_rr, _ = (total / count.clamp_min(1) for total in others)
+        mean_y, mean_r, mean_yr, mean_rr, _ = (
+            total / count.clamp_min(1) for total in others
+        )
         if not self.gains:
             return None, mean_y - mean_r
         variance = mean_rr - mean_r.square()
@@ -423,7 +447,9 @@ class _Fit:
         sums = self.sums.sum(0)
         count, y, *_, yy = sums
         deviation = (yy - y * y / count).sum().clamp_min(1e-30)
-        return float((_square_error(sums, *self.solve()) / deviation).clamp_min(0).sqrt())
+        return float(
+            (_square_error(sums, *self.solve()) / deviation).clamp_min(0).sqrt()
+        )
 
 
 def _square_error(sums: Tensor, gain: Tensor | None, shift: Tensor) -> Tensor:
@@ -432,7 +458,12 @@ def _square_error(sums: Tensor, gain: Tensor | None, shift: Tensor) -> Tensor:
     g = torch.ones_like(y) if gain is None else gain
     # Multiplied out, as the sums over the results are known and the results are not kept.
     squares = (
-        yy - 2 * g * yr - 2 * shift * y + g * g * rr + 2 * g * shift * r + count * shift * shift
+        yy
+        - 2 * g * yr
+        - 2 * shift * y
+        + g * g * rr
+        + 2 * g * shift * r
+        + count * shift * shift
     )
     return squares.sum()
 
@@ -535,7 +566,9 @@ class _FittingInOrder(_Fitting):
             return result
         # The layer has no correction while the fit runs: what it returns is what it adds up.
         if self.is_first(fit):
-            rows = (_rows(fit.layer, version, _POSITIONS) for version in (in_float, result))
+            rows = (
+                _rows(fit.layer, version, _POSITIONS) for version in (in_float, result)
+            )
             fit.add(*rows)
             gain, shift = fit.solve()
             shape = [1] * result.dim()

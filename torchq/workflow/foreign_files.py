@@ -61,12 +61,18 @@ def embed_record_(model: nn.Module) -> None:
     model.register_load_state_dict_pre_hook(_drop_record)
 
 
-def _add_record(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+def _add_record(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+) -> None:
     encoded = json.dumps(plan_of(module).to_dict()).encode()
-    state[prefix + RECORD] = torch.tensor(list(encoded), dtype=torch.uint8, device="cpu")
+    state[prefix + RECORD] = torch.tensor(
+        list(encoded), dtype=torch.uint8, device="cpu"
+    )
 
 
-def _drop_record(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
+def _drop_record(
+    module: nn.Module, state: dict[str, Any], prefix: str, *args: Any
+) -> None:
     state.pop(prefix + RECORD, None)
 
 
@@ -80,7 +86,9 @@ def record_in(state: dict[str, Any]) -> tuple[str, Any] | None:
         decoded = bytes(value.to(torch.uint8).flatten().tolist()).decode()
         return keys[0][: -len(RECORD)].rstrip("."), json.loads(decoded)
     except (AttributeError, RuntimeError, ValueError, RecursionError):
-        raise ConfigError(f"load: {keys[0]}: is no JSON text. The file is damaged") from None
+        raise ConfigError(
+            f"load: {keys[0]}: is no JSON text. The file is damaged"
+        ) from None
 
 
 def read_file(path: str | os.PathLike[str], map_location: Any) -> Any:
@@ -114,7 +122,9 @@ def _check_archive(file: BinaryIO) -> None:
         archive = zipfile.ZipFile(file)
         unpacked = sum(part.file_size for part in archive.infolist())
         if unpacked > size:
-            raise ValueError(f"{size} bytes unpack to {unpacked}, but torch.save does not compress")
+            raise ValueError(
+                f"{size} bytes unpack to {unpacked}, but torch.save does not compress"
+            )
         for part in archive.infolist():
             if part.CRC:  # 0 where torch was told not to compute it
                 with archive.open(part) as content:
@@ -131,16 +141,22 @@ def _read_folder(folder: Path, map_location: Any) -> dict[str, Any]:
         if (folder / name).is_file():
             weights: dict[str, Any] = read_file(folder / name, map_location)
             return weights
-    raise ConfigError(f"load: {folder}: got no weights; expected {' or '.join(_WEIGHT_FILES)}")
+    raise ConfigError(
+        f"load: {folder}: got no weights; expected {' or '.join(_WEIGHT_FILES)}"
+    )
 
 
 def _read_parts(folder: Path, index: Path, map_location: Any) -> dict[str, Any]:
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         paths = [folder / Path(name).name for name in names]
-        missing = [name for name, path in zip(names, paths, strict=True) if not path.is_file()]
+        missing = [
+            name for name, path in zip(names, paths, strict=True) if not path.is_file()
+        ]
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise ConfigError(f"load: {index}: is no index of weights. The file is damaged") from None
+        raise ConfigError(
+            f"load: {index}: is no index of weights. The file is damaged"
+        ) from None
     if missing:
         raise ConfigError(
             f"load: {index}: names {short_repr(missing[0])}; expected files in {folder}. Copy the "

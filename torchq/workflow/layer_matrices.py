@@ -30,7 +30,9 @@ def weight_from_matrix(layer: Any, matrix: Tensor) -> Tensor:
 def output_matrix(layer: Any, out: Tensor) -> Tensor:
     """Return an output of ``layer`` as (groups, outputs of a group, samples)."""
     axis = -1 if isinstance(layer, nn.Linear) else out.dim() - layer.weight.dim() + 1
-    return out.movedim(axis, 0).reshape(_groups(layer), layer.weight.shape[0] // _groups(layer), -1)
+    return out.movedim(axis, 0).reshape(
+        _groups(layer), layer.weight.shape[0] // _groups(layer), -1
+    )
 
 
 def input_matrix(layer: Any, x: Tensor) -> Tensor:

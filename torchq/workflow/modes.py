@@ -20,7 +20,9 @@ def is_quantized(model: nn.Module) -> bool:
         >>> before, torchq.workflow.is_quantized(model)
         (False, True)
     """
-    return any(isinstance(module, (QuantModule, TensorQuantizer)) for module in model.modules())
+    return any(
+        isinstance(module, (QuantModule, TensorQuantizer)) for module in model.modules()
+    )
 
 
 def quantizers(model: nn.Module) -> dict[str, TensorQuantizer]:
@@ -78,7 +80,9 @@ def select_quantizers(
     return chosen
 
 
-def _selects(model: nn.Module, pattern: Pattern, name: str, quantizer: TensorQuantizer) -> bool:
+def _selects(
+    model: nn.Module, pattern: Pattern, name: str, quantizer: TensorQuantizer
+) -> bool:
     owner = name.rpartition(".")[0]
     module = model.get_submodule(owner)
     of_owner = matches(pattern, (owner,), module, float_class_of(module))
@@ -86,7 +90,9 @@ def _selects(model: nn.Module, pattern: Pattern, name: str, quantizer: TensorQua
 
 
 @contextmanager
-def disabled(model: nn.Module, patterns: Pattern | Sequence[Pattern] = "*") -> Iterator[None]:
+def disabled(
+    model: nn.Module, patterns: Pattern | Sequence[Pattern] = "*"
+) -> Iterator[None]:
     """Let the selected quantizers pass their input through inside a ``with`` block.
 
     Afterwards they do what they did before, also after an exception.

@@ -20,7 +20,11 @@ from torchq.functional import fake_quantize, reduce_amax
 from torchq.graph.operators import LAYERS
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.utils import watching
-from torchq.workflow.layer_matrices import input_matrix, weight_from_matrix, weight_matrix
+from torchq.workflow.layer_matrices import (
+    input_matrix,
+    weight_from_matrix,
+    weight_matrix,
+)
 
 #: The largest magnitude times these is tried; of equal errors the first wins.
 WEIGHT_FRACTIONS = tuple(1 - i / 40 for i in range(33))
@@ -35,7 +39,9 @@ class OutputSamples:
         self.layers: dict[int, Tensor] = {}
         self._calls: dict[int, int] = {}
         self._watched = [
-            m for m in model.modules() if isinstance(m, LAYERS) and isinstance(m, QuantModule)
+            m
+            for m in model.modules()
+            if isinstance(m, LAYERS) and isinstance(m, QuantModule)
         ]
 
     def watches(self, layer: nn.Module) -> bool:
@@ -44,7 +50,9 @@ class OutputSamples:
 
     def recording(self) -> AbstractContextManager[None]:
         """Return a context in which calls of the layers keep their inputs."""
-        watched = ((layer, partial(self._keep_matrix, layer)) for layer in self._watched)
+        watched = (
+            (layer, partial(self._keep_matrix, layer)) for layer in self._watched
+        )
         return watching(watched, before=True)
 
     def _keep_matrix(self, layer: Any, args: Any, kwargs: Any, _: None) -> None:
@@ -58,10 +66,14 @@ class OutputSamples:
         elif x.dim() == layer.weight.dim():
             x = x[:_IMAGES]
         scale = getattr(layer.input_quantizer, "pre_quant_scale", None)
-        columns = input_matrix(layer, x if scale is None else x * scale.to(x.dtype)).float()
+        columns = input_matrix(
+            layer, x if scale is None else x * scale.to(x.dtype)
+        ).float()
         columns = _spread_out(columns, 2, _COLUMNS).clone()
         old = self.layers.get(id(layer))
-        self.layers[id(layer)] = columns if old is None else torch.cat([old, columns], dim=2)
+        self.layers[id(layer)] = (
+            columns if old is None else torch.cat([old, columns], dim=2)
+        )
 
 
 def _spread_out(x: Tensor, dim: int, count: int) -> Tensor:
@@ -79,7 +91,11 @@ def set_range_by_output(
     group: dist.ProcessGroup | None,
 ) -> bool:
     """Set the range of a weight by the error of the layer's output; return whether it was."""
-    if samples is None or not samples.watches(layer) or not quantizer.descriptor.symmetric:
+    if (
+        samples is None
+        or not samples.watches(layer)
+        or not quantizer.descriptor.symmetric
+    ):
         return False
     x = samples.layers.get(id(layer))
     if x is None:
@@ -91,7 +107,9 @@ def set_range_by_output(
     return True
 
 
-def search_weight_amax(layer: Any, x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+def search_weight_amax(
+    layer: Any, x: Tensor, group: dist.ProcessGroup | None = None
+) -> Tensor:
     """Return the weight range of least squared error of the output, summed over all processes.
 
     Every group of the weight takes its own fraction of its largest magnitude, by the error of its
@@ -106,7 +124,9 @@ def search_weight_amax(layer: Any, x: Tensor, group: dist.ProcessGroup | None = 
     least = torch.full_like(largest, torch.inf)
     for fraction in WEIGHT_FRACTIONS:
         amax = largest * fraction
-        rounded = fake_quantize(weight, amax, d.format, d.granularity, d.block_scale_format)
+        rounded = fake_quantize(
+            weight, amax, d.format, d.granularity, d.block_scale_format
+        )
         error = loss(rounded - weight).view(largest.shape)
         if group is not None:
             dist.all_reduce(error, group=group)
@@ -115,7 +135,9 @@ def search_weight_amax(layer: Any, x: Tensor, group: dist.ProcessGroup | None = 
     return largest * best
 
 
-def _loss(layer: Any, x: Tensor, granularity: Granularity) -> Callable[[Tensor], Tensor]:
+def _loss(
+    layer: Any, x: Tensor, granularity: Granularity
+) -> Callable[[Tensor], Tensor]:
     """Return the function from an error of the weight to the error of the output, per range."""
     if isinstance(granularity, PerTensor) or granularity == PerAxis((0,)):
         whole = isinstance(granularity, PerTensor)
@@ -128,7 +150,8 @@ def _loss(layer: Any, x: Tensor, granularity: Granularity) -> Callable[[Tensor],
     if isinstance(granularity, PerBlock) and _runs_along_inputs(layer, granularity):
         return _loss_of_blocks(layer, x, granularity)
     importance = weight_from_matrix(
-        layer, x.square().mean(2).unsqueeze(1).expand_as(weight_matrix(layer, layer.weight))
+        layer,
+        x.square().mean(2).unsqueeze(1).expand_as(weight_matrix(layer, layer.weight)),
     )
 
     def of_elements(difference: Tensor) -> Tensor:
@@ -145,11 +168,15 @@ def _runs_along_inputs(layer: Any, granularity: PerBlock) -> bool:
     return is_inputs and (isinstance(layer, nn.Linear) or layer.groups == 1)
 
 
-def _loss_of_blocks(layer: Any, x: Tensor, granularity: PerBlock) -> Callable[[Tensor], Tensor]:
+def _loss_of_blocks(
+    layer: Any, x: Tensor, granularity: PerBlock
+) -> Callable[[Tensor], Tensor]:
     """Return ``d H d^T`` of each block d, where H holds the second moments of its inputs."""
     kernel = layer.weight.shape[2:]
     samples = x[0].view(layer.weight.shape[1], *kernel, -1).movedim(0, -2)
-    blocks = PerBlock(granularity.size, -2).split(samples)  # (kernel, blocks, size, samples)
+    blocks = PerBlock(granularity.size, -2).split(
+        samples
+    )  # (kernel, blocks, size, samples)
     moments = blocks @ blocks.mT
 
     def of_blocks(difference: Tensor) -> Tensor:

@@ -41,7 +41,9 @@ class Fingerprint:
     """What tells a batch from others: the shape and some elements of each of its tensors."""
 
     def __init__(self, batch: Any) -> None:
-        dense = [t for t in tensors_in(batch) if t.layout is torch.strided and not t.is_meta]
+        dense = [
+            t for t in tensors_in(batch) if t.layout is torch.strided and not t.is_meta
+        ]
         self._shapes = [tensor.shape for tensor in dense]
         self._elements = [spread(tensor, _RECOGNISED) for tensor in dense]
 
@@ -79,7 +81,9 @@ class Runs:
         forward: called as ``forward(model, batch)`` in place of the model.
     """
 
-    def __init__(self, model: nn.Module, batches: Iterable[Any], forward: Forward | None) -> None:
+    def __init__(
+        self, model: nn.Module, batches: Iterable[Any], forward: Forward | None
+    ) -> None:
         self.model, self.batches, self.forward = model, batches, forward
         self._start = RandomState.now()
         self._device = device_of(model)
@@ -89,7 +93,9 @@ class Runs:
         outputs: list[Any] = []
         watched = [(self.model, lambda args, kwargs, output: outputs.append(output))]
         with watching(watched):
-            returned = call_model(self.model, batch, forward=self.forward, device=self._device)
+            returned = call_model(
+                self.model, batch, forward=self.forward, device=self._device
+            )
         # What a function of the user returns may be a loss, or nothing.
         return results_in(outputs[-1] if outputs else returned)
 
@@ -167,7 +173,9 @@ class Comparison:
         batches = "1 batch" if self.batches == 1 else f"{self.batches} batches"
         if self.before is None or self.after is None:
             return f"the outputs of {batches} cannot be compared with those of the float model"
-        return f"output {_decibels(self.before)} -> {_decibels(self.after)} on {batches}"
+        return (
+            f"output {_decibels(self.before)} -> {_decibels(self.after)} on {batches}"
+        )
 
 
 def _decibels(share: float) -> str:
@@ -185,7 +193,10 @@ class NoiseSums:
         self._sums: list[Tensor] = []
 
     def add(
-        self, reference: Sequence[Tensor], before: Sequence[Tensor], after: Sequence[Tensor]
+        self,
+        reference: Sequence[Tensor],
+        before: Sequence[Tensor],
+        after: Sequence[Tensor],
     ) -> None:
         """Add the results of one batch, those of equal shape."""
         self.batches += 1
@@ -197,7 +208,11 @@ class NoiseSums:
             if exact_output.shape == old.shape == new.shape:
                 finite = exact_output.isfinite()
                 exact = exact_output[finite].double()
-                errors = (exact, old[finite].double() - exact, new[finite].double() - exact)
+                errors = (
+                    exact,
+                    old[finite].double() - exact,
+                    new[finite].double() - exact,
+                )
                 sums = torch.stack([error.square().sum() for error in errors])
                 self._sums[number] = self._sums[number] + sums
 
@@ -213,8 +228,14 @@ class NoiseSums:
         )
         return Comparison(batches, before, after)
 
-    def _joined(self, group: dist.ProcessGroup | None, device: Any) -> tuple[Tensor, int]:
-        own_sums = torch.stack(self._sums) if self._sums else torch.zeros(0, 3, dtype=torch.float64)
+    def _joined(
+        self, group: dist.ProcessGroup | None, device: Any
+    ) -> tuple[Tensor, int]:
+        own_sums = (
+            torch.stack(self._sums)
+            if self._sums
+            else torch.zeros(0, 3, dtype=torch.float64)
+        )
         if group is None:
             return own_sums, self.batches
         results = torch.tensor(len(own_sums), device=device)

@@ -13,7 +13,13 @@ from torchq.formats import PerTensor
 from torchq.nn import TensorQuantizer
 from torchq.nn.convert import unchanged_on_error
 from torchq.nn.given_numbers import checked_numbers
-from torchq.nn.optional_buffers import CORRECTION, FACTORS, HELD, is_record, lacking_keys
+from torchq.nn.optional_buffers import (
+    CORRECTION,
+    FACTORS,
+    HELD,
+    is_record,
+    lacking_keys,
+)
 from torchq.swap.apply import apply_, name_quantizers, plan_of, public_path
 from torchq.swap.plan import Plan
 from torchq.utils import (
@@ -57,7 +63,10 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     with replacing(path) as (temporary,):
         try:
             torch.save(data, temporary)
-        except (OSError, RuntimeError) as error:  # torch's writer raises the latter on a full disk
+        except (
+            OSError,
+            RuntimeError,
+        ) as error:  # torch's writer raises the latter on a full disk
             raise ExportError(
                 f"save: {os.fspath(path)}: cannot be written ({error}); expected room for the "
                 "tensors of the model, and a folder that may be written to. What was there is kept"
@@ -95,7 +104,9 @@ def _check_loadable(model: nn.Module) -> None:
             "torch.save(model, path)"
         )
     for name, module in model.named_modules():
-        if name.endswith("_quantizer") and not isinstance(module, (TensorQuantizer, nn.Identity)):
+        if name.endswith("_quantizer") and not isinstance(
+            module, (TensorQuantizer, nn.Identity)
+        ):
             raise QuantizationError(
                 f"save: {name}: got a {type(module).__name__}; expected a quantizer. Save the "
                 "model that was traced or exported"
@@ -210,7 +221,9 @@ def _unpack(
     stored = Plan.from_dict(record)
     if prefix in parts:
         return stored, state, parts[prefix]
-    inner_state = {k.removeprefix(inside): v for k, v in state.items() if k.startswith(inside)}
+    inner_state = {
+        k.removeprefix(inside): v for k, v in state.items() if k.startswith(inside)
+    }
     return stored, inner_state, model
 
 
@@ -219,7 +232,9 @@ def public_state(model: nn.Module) -> dict[str, Any]:
 
     What :func:`torchq.workflow.embed_record_` adds to state dicts is not in it.
     """
-    state = {key: value for key, value in model.state_dict().items() if not is_record(key)}
+    state = {
+        key: value for key, value in model.state_dict().items() if not is_record(key)
+    }
     for path, quantizer in quantizers(model).items():
         public = public_path(path)
         if public == path:
@@ -248,7 +263,9 @@ def _check_tensors(model: nn.Module, state: Mapping[str, Any]) -> None:
     names = {key: key.rpartition(".")[2] for key in expected}
     expected = {key: value for key, value in expected.items() if not is_record(key)}
     problems = [
-        f"{k} is missing" for k in expected if k not in state and names[k] not in _CORRECTIONS
+        f"{k} is missing"
+        for k in expected
+        if k not in state and names[k] not in _CORRECTIONS
     ]
     owners = {key.rpartition(".")[0] for key in expected if names[key] in _CORRECTIONS}
     for owner in sorted(owners):
@@ -262,7 +279,9 @@ def _check_tensors(model: nn.Module, state: Mapping[str, Any]) -> None:
         for buffer in _ADOPTED
     }
     problems += [
-        f"{key} is not expected" for key in state if key not in expected and key not in adopted
+        f"{key} is not expected"
+        for key in state
+        if key not in expected and key not in adopted
     ]
     empty = [
         k
@@ -320,13 +339,19 @@ def _check_ranges(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     for path, quantizer in quantizers(model).items():
         prefix = f"{path}." if path else ""
         names = (*_RANGE_KEYS, "unsigned")
-        stored = {name: state[prefix + name] for name in names if prefix + name in state}
+        stored = {
+            name: state[prefix + name] for name in names if prefix + name in state
+        }
         stored = {name: value for name, value in stored.items() if not value.is_meta}
         key = id(quantizer)
         for name in stored:
-            problem = _problem(quantizer, name, stored, layers.get(key), weights.get(key))
+            problem = _problem(
+                quantizer, name, stored, layers.get(key), weights.get(key)
+            )
             if problem:
-                raise ConfigError(f"load: {prefix}{name}: {problem}. The file is damaged")
+                raise ConfigError(
+                    f"load: {prefix}{name}: {problem}. The file is damaged"
+                )
 
 
 def _problem(
@@ -342,7 +367,11 @@ def _problem(
         return _factor_problem(layer, value)
     if name == "unsigned":
         is_sign = value.numel() == 1 and value.item() in (-1, 0, 1)
-        return "" if is_sign else f"got {value.flatten()[:3].tolist()}; expected -1, 0 or 1"
+        return (
+            ""
+            if is_sign
+            else f"got {value.flatten()[:3].tolist()}; expected -1, 0 or 1"
+        )
     try:
         if name in ("amax", "amin"):
             _check_end(quantizer, name, own, weight)
@@ -359,7 +388,10 @@ def _problem(
 
 
 def _check_end(
-    quantizer: TensorQuantizer, name: str, own: Mapping[str, Tensor], weight: Tensor | None
+    quantizer: TensorQuantizer,
+    name: str,
+    own: Mapping[str, Tensor],
+    weight: Tensor | None,
 ) -> None:
     """Raise ConfigError for an end of a range that no calibration gives."""
     value = own[name]
@@ -386,14 +418,20 @@ def _factor_problem(layer: nn.Module | None, factors: Tensor) -> str:
         fits = torch.broadcast_shapes(factors.shape, channels).numel() == count
     except RuntimeError:
         fits = False
-    return "" if fits else f"got shape {tuple(factors.shape)}; expected one factor, or {channels}"
+    return (
+        ""
+        if fits
+        else f"got shape {tuple(factors.shape)}; expected one factor, or {channels}"
+    )
 
 
 def _load_tensors(model: nn.Module, state: dict[str, Any]) -> None:
     """Copy all tensors; an interruption brings the old numbers back."""
     tensors = model.state_dict(keep_vars=True).values()
     try:
-        with undone_on_error(model, written=[t for t in tensors if isinstance(t, Tensor)]):
+        with undone_on_error(
+            model, written=[t for t in tensors if isinstance(t, Tensor)]
+        ):
             model.load_state_dict(state, strict=True)
     except RuntimeError as error:
         raise QuantizationError(f"load: {error}") from None

@@ -10,7 +10,8 @@ from torchq.nn import QuantModule, TensorQuantizer
 from torchq.utils import listed, network_of, table, wrap
 
 _SIMULATED = (
-    "simulated: tensors are rounded to these formats but stored and computed in floating point"
+    "simulated: tensors are rounded to these formats but stored and computed in "
+    "floating point"
 )
 
 
@@ -86,18 +87,26 @@ class Summary:
             kinds = _counted((row.kernel, row.layer, row.note) for row in self.layers)
             head = ("layers", "kernel", "class", "note")
         else:
-            kinds = _counted((row.descriptor, row.mode, _range_kind(row)) for row in self.rows)
+            kinds = _counted(
+                (row.descriptor, row.mode, _range_kind(row)) for row in self.rows
+            )
             head = ("quantizers", "format", "mode", "range")
         shown = kinds[:_SCREEN]
         lines = [table([head, *shown])]
         if len(kinds) > len(shown):
             lines.append(f"and {len(kinds) - len(shown)} kinds more")
         if self.float_modules:
-            lines.append(f"{len(self.float_modules)} in float: {listed(self.float_modules)}")
+            lines.append(
+                f"{len(self.float_modules)} in float: {listed(self.float_modules)}"
+            )
         elif not self.layers:
             lines.append("no layer with weights is left in float")
         total = sum(row.bytes for row in self.layers)
-        lines.append(f"{total:,} bytes in {len(self.layers)} layers" if self.layers else _SIMULATED)
+        lines.append(
+            f"{total:,} bytes in {len(self.layers)} layers"
+            if self.layers
+            else _SIMULATED
+        )
         lines += [line for line in (self.checked,) if line]
         return "\n".join(map(wrap, (*lines, "each of them: summary.table()")))
 
@@ -107,11 +116,15 @@ class Summary:
         in_float = "no layer with weights is left in float"
         if self.float_modules:
             in_float = f"float: {', '.join(self.float_modules)}"
-        return table([head, *rows], f"{wrap(in_float, indent='  ')}\n{wrap(_SIMULATED)}")
+        return table(
+            [head, *rows], f"{wrap(in_float, indent='  ')}\n{wrap(_SIMULATED)}"
+        )
 
     def _deployed_text(self) -> str:
         head = ("layer", "class", "kernel", "bytes", "note")
-        rows = [(r.name, r.layer, r.kernel, f"{r.bytes:,}", r.note) for r in self.layers]
+        rows = [
+            (r.name, r.layer, r.kernel, f"{r.bytes:,}", r.note) for r in self.layers
+        ]
         lines = [table([head, *rows])]
         if self.float_modules:
             lines.append(wrap(f"float: {', '.join(self.float_modules)}", indent="  "))
@@ -135,16 +148,23 @@ def summary(model: nn.Module) -> Summary:
     """
     model = network_of(model)
     rows, float_modules, layers = [], [], []
-    owners = {id(child): module for module in model.modules() for child in module.children()}
+    owners = {
+        id(child): module for module in model.modules() for child in module.children()
+    }
     for name, module in model.named_modules():
         describe = getattr(module, "summary_row", None)
         note = getattr(module, "deploy_note", "")
         if isinstance(module, TensorQuantizer):
             owner = owners.get(id(module))
-            texts = ("" if owner is None else type(owner).__name__, str(module.descriptor))
+            texts = (
+                "" if owner is None else type(owner).__name__,
+                str(module.descriptor),
+            )
             rows.append(SummaryRow(name, *texts, _range_text(module), module.mode))
         elif callable(describe) or note:
-            size = sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
+            size = sum(
+                p.numel() * p.element_size() for p in module.parameters(recurse=False)
+            )
             runs_on = describe() if callable(describe) else ("simulated", size, note)
             layers.append(LayerRow(name or "(root)", type(module).__name__, *runs_on))
         elif not isinstance(module, QuantModule) and _has_weight(module):

@@ -24,7 +24,15 @@ from torchq.utils import repeated_draws
 
 #: Functions of values and their places -> where they take the dimension. The places are those of
 #: the quantized version, so that values of the float one are read there.
-_WITH_PLACES = {"max": 1, "min": 1, "median": 1, "nanmedian": 1, "mode": 1, "sort": 1, "topk": 2}
+_WITH_PLACES = {
+    "max": 1,
+    "min": 1,
+    "median": 1,
+    "nanmedian": 1,
+    "mode": 1,
+    "sort": 1,
+    "topk": 2,
+}
 
 #: Sees a call of a module in both versions: ``see(module, result, float result)`` returns the
 #: quantized result that the model goes on with.
@@ -42,7 +50,9 @@ class TwoVersions(TorchFunctionMode):
 
     def float_version(self, value: Any) -> Any:
         """Return a value with the float versions of its tensors, where there are any."""
-        return map_tensors(value, lambda tensor: self._float_versions.get(tensor, tensor))
+        return map_tensors(
+            value, lambda tensor: self._float_versions.get(tensor, tensor)
+        )
 
     def reads(self, tensor: Tensor) -> bool:
         """Return True if a function outside of the watched modules was called with a tensor."""
@@ -92,7 +102,9 @@ class TwoVersions(TorchFunctionMode):
         args, kwargs = self.float_version((args, kwargs))
         try:
             # Some functions return pairs (values, indices); a tensor has a method of that name.
-            places = getattr(result, "indices", None) if isinstance(result, tuple) else None
+            places = (
+                getattr(result, "indices", None) if isinstance(result, tuple) else None
+            )
             position = _WITH_PLACES.get(getattr(func, "__name__", ""))
             if places is not None and position is not None:
                 return _values_at(places, position, args, kwargs)
@@ -102,7 +114,9 @@ class TwoVersions(TorchFunctionMode):
 
     def join(self, result: Any, in_float: Any) -> None:
         """Let tensors of a result have those of another one as their float versions."""
-        for tensor, version in zip(floats_in(result), floats_in(in_float), strict=False):
+        for tensor, version in zip(
+            floats_in(result), floats_in(in_float), strict=False
+        ):
             if tensor.shape == version.shape:
                 self._float_versions[tensor] = version
 
@@ -117,7 +131,9 @@ class TwoVersions(TorchFunctionMode):
                 )
             yield
 
-    def _call(self, module: nn.Module, plain: Any, see: See | None, *args: Any, **kw: Any) -> Any:
+    def _call(
+        self, module: nn.Module, plain: Any, see: See | None, *args: Any, **kw: Any
+    ) -> Any:
         if self._is_paused:
             return plain(*args, **kw)
         float_args, float_kw = self.float_version((args, kw))
@@ -142,12 +158,18 @@ def quantizing_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def _is_innermost(module: nn.Module) -> bool:
-    return not any(isinstance(part, QuantModule) for part in module.modules() if part is not module)
+    return not any(
+        isinstance(part, QuantModule) for part in module.modules() if part is not module
+    )
 
 
-def float_call(module: nn.Module, forward: Any, args: Iterable[Any], kwargs: Any) -> Any:
+def float_call(
+    module: nn.Module, forward: Any, args: Iterable[Any], kwargs: Any
+) -> Any:
     """Return what a module computes with all of its quantizers off."""
-    inner_quantizers = [part for part in module.modules() if isinstance(part, TensorQuantizer)]
+    inner_quantizers = [
+        part for part in module.modules() if isinstance(part, TensorQuantizer)
+    ]
     with quantizing_only(inner_quantizers):
         return forward(*args, **kwargs)
 
@@ -183,7 +205,8 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
 
 #: ``x += y`` and its like, as Tensor has them.
 _IN_PLACE_OPERATORS = frozenset(
-    f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "div")
+    f"__i{name}__"
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "div")
 )
 
 

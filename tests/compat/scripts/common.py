@@ -21,7 +21,9 @@ def arguments(*more):
 
 
 def quantizers(model: nn.Module) -> list:
-    return [m for _, m in model.named_modules() if isinstance(m, quant_nn.TensorQuantizer)]
+    return [
+        m for _, m in model.named_modules() if isinstance(m, quant_nn.TensorQuantizer)
+    ]
 
 
 def collect_stats(model, batches) -> None:
@@ -64,7 +66,9 @@ def transfer_torch_to_quantization(instance: nn.Module, quant_class):
                 quant_nn_utils.pop_quant_desc_in_kwargs(self.__class__, input_only=True)
             )
         else:
-            self.init_quantizer(*quant_nn_utils.pop_quant_desc_in_kwargs(self.__class__))
+            self.init_quantizer(
+                *quant_nn_utils.pop_quant_desc_in_kwargs(self.__class__)
+            )
         for quantizer in quantizers(self):
             if isinstance(quantizer._calibrator, calib.HistogramCalibrator):
                 quantizer._calibrator._torch_hist = True
@@ -73,10 +77,13 @@ def transfer_torch_to_quantization(instance: nn.Module, quant_class):
     return quant_instance
 
 
-def replace_to_quantization_module(model: nn.Module, more, skip=lambda path: False) -> list:
+def replace_to_quantization_module(
+    model: nn.Module, more, skip=lambda path: False
+) -> list:
     """Swap the layers of the default map and of ``more``; return the paths that were skipped."""
     module_dict = {
-        id(getattr(e.orig_mod, e.mod_name)): e.replace_mod for e in quant_modules._DEFAULT_QUANT_MAP
+        id(getattr(e.orig_mod, e.mod_name)): e.replace_mod
+        for e in quant_modules._DEFAULT_QUANT_MAP
     }
     module_dict |= {id(old): new for old, new in more.items()}
     ignored = []

@@ -74,7 +74,9 @@ class SPP(nn.Module):
 class SparseConvolution(nn.Module):
     """Stands for a third party's 3-D convolution with the output channels last in its weight."""
 
-    def __init__(self, in_channels: int, out_channels: int, kernel_size: int = 3) -> None:
+    def __init__(
+        self, in_channels: int, out_channels: int, kernel_size: int = 3
+    ) -> None:
         super().__init__()
         self.padding = kernel_size // 2
         shape = (kernel_size, kernel_size, kernel_size, in_channels, out_channels)
@@ -82,26 +84,36 @@ class SparseConvolution(nn.Module):
         self.bias = nn.Parameter(torch.zeros(out_channels))
 
     def forward(self, x):
-        return F.conv3d(x, self.weight.permute(4, 3, 0, 1, 2), self.bias, padding=self.padding)
+        return F.conv3d(
+            x, self.weight.permute(4, 3, 0, 1, 2), self.bias, padding=self.padding
+        )
 
 
 class SparseConvolutionQuant(SparseConvolution, quant_nn_utils.QuantMixin):
-    default_quant_desc_input = tensor_quant.QuantDescriptor(num_bits=8, calib_method="histogram")
+    default_quant_desc_input = tensor_quant.QuantDescriptor(
+        num_bits=8, calib_method="histogram"
+    )
     default_quant_desc_weight = tensor_quant.QuantDescriptor(num_bits=8, axis=(4))
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args)
-        self.init_quantizer(*quant_nn_utils.pop_quant_desc_in_kwargs(self.__class__, **kwargs))
+        self.init_quantizer(
+            *quant_nn_utils.pop_quant_desc_in_kwargs(self.__class__, **kwargs)
+        )
 
     def forward(self, x):
         weight = self._weight_quantizer(self.weight).permute(4, 3, 0, 1, 2)
-        return F.conv3d(self._input_quantizer(x), weight, self.bias, padding=self.padding)
+        return F.conv3d(
+            self._input_quantizer(x), weight, self.bias, padding=self.padding
+        )
 
 
 class QuantConcat(nn.Module, quant_nn_utils.QuantInputMixin):
     def __init__(self, dim: int = 1) -> None:
         super().__init__()
-        self._input_quantizer = quant_nn.TensorQuantizer(QuantDescriptor(calib_method="histogram"))
+        self._input_quantizer = quant_nn.TensorQuantizer(
+            QuantDescriptor(calib_method="histogram")
+        )
         self._input_quantizer._calibrator._torch_hist = True
         self._fake_quant = True
         self.dim = dim
@@ -125,7 +137,9 @@ class SharedAdd(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._input_quantizer = quant_nn.TensorQuantizer(QuantDescriptor(calib_method="histogram"))
+        self._input_quantizer = quant_nn.TensorQuantizer(
+            QuantDescriptor(calib_method="histogram")
+        )
         self._fake_quant = True
 
     def forward(self, x, y):
@@ -171,10 +185,14 @@ class disable_quantization:
 
 def initialize() -> None:
     quant_modules._DEFAULT_QUANT_MAP.append(
-        quant_modules._quant_entry(wrappers, "ConvTranspose2d", quant_nn.QuantConvTranspose2d)
+        quant_modules._quant_entry(
+            wrappers, "ConvTranspose2d", quant_nn.QuantConvTranspose2d
+        )
     )
     for item in quant_modules._DEFAULT_QUANT_MAP:
-        item.replace_mod.set_default_quant_desc_input(QuantDescriptor(calib_method="histogram"))
+        item.replace_mod.set_default_quant_desc_input(
+            QuantDescriptor(calib_method="histogram")
+        )
     quant_logging.set_verbosity(quant_logging.ERROR)
 
 
@@ -188,7 +206,10 @@ def replace_custom_module_forward(model) -> None:
     for _, bottleneck in model.named_modules():
         if isinstance(bottleneck, Bottleneck) and bottleneck.add:
             bottleneck.addop = SharedAdd()
-    for _, c3 in model.named_modules():  # the two inputs of a concatenation share a range, too
+    for (
+        _,
+        c3,
+    ) in model.named_modules():  # the two inputs of a concatenation share a range, too
         if isinstance(c3, C3):
             c3.cv2.conv._input_quantizer = c3.cv1.conv._input_quantizer
 
@@ -231,15 +252,22 @@ def main() -> None:
     torch.manual_seed(3)
     initialize()
     model = Model()
-    for batch in batches(30):  # stands for the pretrained weights: gives BatchNorm its statistics
+    for batch in batches(
+        30
+    ):  # stands for the pretrained weights: gives BatchNorm its statistics
         model(*batch)
     disable_quantization(model).apply(True)
     origin = deepcopy(model.eval())
     disable_quantization(model).apply(False)
     ignored = replace_to_quantization_module(
         model,
-        {nn.MaxPool2d: quant_nn.QuantMaxPool2d, SparseConvolution: SparseConvolutionQuant},
-        lambda path: any(re.match(pattern, path) for pattern in (r"head", r"model\.0\..*")),
+        {
+            nn.MaxPool2d: quant_nn.QuantMaxPool2d,
+            SparseConvolution: SparseConvolutionQuant,
+        },
+        lambda path: any(
+            re.match(pattern, path) for pattern in (r"head", r"model\.0\..*")
+        ),
     )
     replace_custom_module_forward(model)
     collect_stats(model, batches(3))
@@ -257,7 +285,9 @@ def main() -> None:
     report["losses"] = train(model, optimizer, lambda b: model(*b).square().mean(), 8)
     model.eval()
     torch.save({"model": model}, args.out + "/qat.pt")
-    report["half"] = str(deepcopy(model).half().model[1].cv1.conv._input_quantizer._amax.dtype)
+    report["half"] = str(
+        deepcopy(model).half().model[1].cv1.conv._input_quantizer._amax.dtype
+    )
     if args.onnx:
         export(model, args.out + "/qat.onnx")
     print(json.dumps(report))  # noqa: T201  # how the test reads the outcome

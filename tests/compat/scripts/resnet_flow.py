@@ -69,7 +69,9 @@ def data(batches: int):
 def evaluate(model) -> float:
     model.eval()
     with torch.no_grad():
-        return sum((model(x).argmax(1) == y).float().mean().item() for x, y in data(4)) / 4
+        return (
+            sum((model(x).argmax(1) == y).float().mean().item() for x, y in data(4)) / 4
+        )
 
 
 def train(model, steps: int, lr: float) -> None:
@@ -84,8 +86,14 @@ def train(model, steps: int, lr: float) -> None:
 def calibrate_model(model, calibrator: str, percentiles) -> dict:
     collect_stats(model, [(image,) for image, _ in data(2)])
     found = {}
-    methods = [("max", {})] if calibrator == "max" else [(m, {}) for m in ("mse", "entropy")]
-    methods += [("percentile", {"percentile": p}) for p in percentiles if calibrator == "histogram"]
+    methods = (
+        [("max", {})] if calibrator == "max" else [(m, {}) for m in ("mse", "entropy")]
+    )
+    methods += [
+        ("percentile", {"percentile": p})
+        for p in percentiles
+        if calibrator == "histogram"
+    ]
     for method, options in methods:
         compute_amax(model, method=method, **options)
         found[f"{method}{options.get('percentile', '')}"] = evaluate(model)
@@ -95,7 +103,12 @@ def calibrate_model(model, calibrator: str, percentiles) -> dict:
 def export(model, path: str) -> None:
     quant_nn.TensorQuantizer.use_fb_fake_quant = True
     model.eval()
-    options = {"verbose": False, "opset_version": 13, "do_constant_folding": True, "dynamo": False}
+    options = {
+        "verbose": False,
+        "opset_version": 13,
+        "do_constant_folding": True,
+        "dynamo": False,
+    }
     torch.onnx.export(model, torch.randn(1, 3, 8, 8), path, **options)
     quant_nn.TensorQuantizer.use_fb_fake_quant = False
 

@@ -63,12 +63,17 @@ def write(name, weights, data):
     text = (FOLDER / f"{name}.prototxt").read_bytes()
     binary = caffemodel(weights)
     (FOLDER / f"{name}.caffemodel").write_bytes(binary)
-    net = cv2.dnn.readNetFromCaffe(np.frombuffer(text, np.uint8), np.frombuffer(binary, np.uint8))
+    net = cv2.dnn.readNetFromCaffe(
+        np.frombuffer(text, np.uint8), np.frombuffer(binary, np.uint8)
+    )
     net.enableFusion(False)
     net.setPreferableBackend(cv2.dnn.DNN_BACKEND_OPENCV)
     net.setInput(data, "data")
     names = net.getUnconnectedOutLayersNames()
-    known = {f"out:{key}": value for key, value in zip(names, net.forward(names), strict=True)}
+    known = {
+        f"out:{key}": value
+        for key, value in zip(names, net.forward(names), strict=True)
+    }
     np.savez_compressed(FOLDER / f"{name}.npz", **{"in:data": data}, **known)
 
 

@@ -35,7 +35,10 @@ def special_values(name):
         b = np.where(np.random.rand(2, 3, 4) < 0.3, a, np.random.rand(2, 3, 4) + 0.5)
         return {"a": a, "b": b, "row": np.array([0.5, 1.5, 3.0]).reshape(1, 3, 1)}
     if name == "lookups":
-        values = {"data": np.array([[0, 3, 1], [2, 0, 3]]), "row": np.array([0, 3, 1, 5, 2])}
+        values = {
+            "data": np.array([[0, 3, 1], [2, 0, 3]]),
+            "row": np.array([0, 3, 1, 5, 2]),
+        }
         return values | {"condition": (np.random.rand(5, 4) > 0.5)}
     return {}
 
@@ -52,9 +55,15 @@ def write(name, symbol, values):
         value = values.get(n, np.random.randn(*shape) * (1 if n in inputs else 0.5))
         arrays[n] = mx.nd.array(value.astype("f"))
     for n, shape in zip(symbol.list_auxiliary_states(), aux_shapes, strict=True):
-        value = np.random.rand(*shape) + 0.5 if n.endswith("var") else np.random.randn(*shape)
+        value = (
+            np.random.rand(*shape) + 0.5
+            if n.endswith("var")
+            else np.random.randn(*shape)
+        )
         aux[n] = mx.nd.array(value.astype("f"))
-    bound = symbol.bind(mx.cpu(), args=dict(arrays), aux_states=dict(aux), grad_req="null")
+    bound = symbol.bind(
+        mx.cpu(), args=dict(arrays), aux_states=dict(aux), grad_req="null"
+    )
     outputs = bound.forward(is_train=False)
     saved = {f"arg:{n}": a for n, a in arrays.items() if n not in inputs | labels}
     saved.update({f"aux:{n}": a for n, a in aux.items()})

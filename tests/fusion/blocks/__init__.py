@@ -18,6 +18,8 @@ def all_cases() -> dict[str, Case]:
     for info in sorted(pkgutil.iter_modules(__path__), key=lambda info: info.name):
         module = importlib.import_module(f"{__name__}.{info.name}")
         cases: dict[str, Case] = getattr(module, "CASES", {})
-        assert not found.keys() & cases.keys(), f"{info.name} repeats the name of a case"
+        assert not found.keys() & cases.keys(), (
+            f"{info.name} repeats the name of a case"
+        )
         found |= cases
     return found

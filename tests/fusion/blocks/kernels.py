@@ -28,7 +28,12 @@ class BNAndPad(nn.Module):
             scale = bn.weight / torch.sqrt(bn.running_var + bn.eps)
             value = (bn.bias - bn.running_mean * scale).view(1, -1, 1, 1)
             out = F.pad(out, [p] * 4)
-            out[:, :, :p], out[:, :, -p:], out[..., :p], out[..., -p:] = value, value, value, value
+            out[:, :, :p], out[:, :, -p:], out[..., :p], out[..., -p:] = (
+                value,
+                value,
+                value,
+                value,
+            )
         return out
 
 
@@ -45,7 +50,9 @@ class IdConv1x1(nn.Module):
 
 
 class DBB(nn.Module):
-    def __init__(self, cin: int, cout: int, k: int = 3, stride: int = 1, groups: int = 1) -> None:
+    def __init__(
+        self, cin: int, cout: int, k: int = 3, stride: int = 1, groups: int = 1
+    ) -> None:
         super().__init__()
         p = k // 2
         self.nonlinear = nn.ReLU()
@@ -57,9 +64,15 @@ class DBB(nn.Module):
             pool |= {"conv": conv(cin, cout, 1), "bn": BNAndPad(p, cout)}
         pool["avg"] = nn.AvgPool2d(k, stride, 0 if groups < cout else p)
         self.dbb_avg = nn.Sequential(OrderedDict(pool, avgbn=nn.BatchNorm2d(cout)))
-        first = {"idconv1": IdConv1x1(cin, groups)} if cin == cout else {"conv1": conv(cin, cin, 1)}
+        first = (
+            {"idconv1": IdConv1x1(cin, groups)}
+            if cin == cout
+            else {"conv1": conv(cin, cin, 1)}
+        )
         rest = {"bn1": BNAndPad(p, cin), "conv2": conv(cin, cout, k, stride)}
-        self.dbb_1x1_kxk = nn.Sequential(OrderedDict(**first, **rest, bn2=nn.BatchNorm2d(cout)))
+        self.dbb_1x1_kxk = nn.Sequential(
+            OrderedDict(**first, **rest, bn2=nn.BatchNorm2d(cout))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         if hasattr(self, "dbb_reparam"):
@@ -110,7 +123,9 @@ class ACBlock(nn.Module):
 class LargeKernel(nn.Module):
     """RepLKNet; FastViT's forward computes the activation and drops it, which must stay so."""
 
-    def __init__(self, c: int, large: int = 7, small: int = 3, discard: bool = False) -> None:
+    def __init__(
+        self, c: int, large: int = 7, small: int = 3, discard: bool = False
+    ) -> None:
         super().__init__()
         self.lkb_origin = conv_bn(c, c, large, 1, large // 2, c)
         self.small_conv = conv_bn(c, c, small, 1, small // 2, c)
@@ -148,7 +163,9 @@ class DilatedReparam(nn.Module):
             return self.lk_origin(x)
         out = self.origin_bn(self.lk_origin(x))
         for size, rate in self.sizes:
-            parts = (getattr(self, f"dil_{kind}_k{size}_{rate}") for kind in ("conv", "bn"))
+            parts = (
+                getattr(self, f"dil_{kind}_k{size}_{rate}") for kind in ("conv", "bn")
+            )
             out = out + nn.Sequential(*parts)(x)
         return out
 
@@ -162,7 +179,9 @@ class VanillaActivation(nn.ReLU):
         self.deploy = False
         self.dim = dim
         self.act_num = act_num
-        self.weight = nn.Parameter(torch.randn(dim, 1, 2 * act_num + 1, 2 * act_num + 1))
+        self.weight = nn.Parameter(
+            torch.randn(dim, 1, 2 * act_num + 1, 2 * act_num + 1)
+        )
         self.bias = None
         self.bn = nn.BatchNorm2d(dim)
 
@@ -182,7 +201,11 @@ class VanillaBlock(nn.Module):
         self.pool, self.act = nn.MaxPool2d(2), VanillaActivation(cout)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.conv(x) if self.deploy else self.conv2(F.leaky_relu(self.conv1(x), self.act_learn))
+        x = (
+            self.conv(x)
+            if self.deploy
+            else self.conv2(F.leaky_relu(self.conv1(x), self.act_learn))
+        )
         return self.act(self.pool(x))
 
 
@@ -192,7 +215,9 @@ class VanillaNet(nn.Module):
         first = dims[0]
         last = dims[-1]
         self.act_learn, self.deploy = 1.0, False
-        self.stem1 = nn.Sequential(nn.Conv2d(3, first, 4, stride=4), nn.BatchNorm2d(first))
+        self.stem1 = nn.Sequential(
+            nn.Conv2d(3, first, 4, stride=4), nn.BatchNorm2d(first)
+        )
         self.stem2 = nn.Sequential(
             nn.Conv2d(first, first, 1), nn.BatchNorm2d(first), VanillaActivation(first)
         )
@@ -215,12 +240,20 @@ CASES = {
     "dbb-depthwise": Case(lambda: DBB(8, 8, groups=8), "dbb", "dbb_reparam"),
     "dbb-stride": Case(lambda: DBB(8, 12, 5, stride=2, groups=2), "dbb", "dbb_reparam"),
     "acnet": Case(lambda: ACBlock(8, 12), "acnet", "fused_conv"),
-    "acnet-crop": Case(lambda: ACBlock(8, 8, k=5, padding=0, groups=2), "acnet", "fused_conv"),
-    "acnet-wide": Case(lambda: ACBlock(8, 8, 3, 3, 2, affine=False), "acnet", "fused_conv"),
+    "acnet-crop": Case(
+        lambda: ACBlock(8, 8, k=5, padding=0, groups=2), "acnet", "fused_conv"
+    ),
+    "acnet-wide": Case(
+        lambda: ACBlock(8, 8, 3, 3, 2, affine=False), "acnet", "fused_conv"
+    ),
     "replknet": Case(lambda: LargeKernel(8, 13, 5), "large-kernel", "lkb_reparam"),
-    "fastvit-large-kernel": Case(lambda: LargeKernel(8, 7, 3, True), "large-kernel", "lkb_reparam"),
+    "fastvit-large-kernel": Case(
+        lambda: LargeKernel(8, 7, 3, True), "large-kernel", "lkb_reparam"
+    ),
     "unireplknet": Case(lambda: DilatedReparam(8), "unireplknet", "lk_origin"),
-    "vanillanet-activation": Case(lambda: VanillaActivation(8), "vanillanet-activation", "weight"),
+    "vanillanet-activation": Case(
+        lambda: VanillaActivation(8), "vanillanet-activation", "weight"
+    ),
     "vanillanet": Case(lambda: VanillaBlock(8, 12), "vanillanet-block", "conv"),
     "vanillanet-whole": Case(VanillaNet, "vanillanet", "stem", in_channels=3),
 }

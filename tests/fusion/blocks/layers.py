@@ -45,7 +45,9 @@ class SE(nn.Module):
         self.up = nn.Conv2d(4, c, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * torch.sigmoid(self.up(F.relu(self.down(x.mean((2, 3), keepdim=True)))))
+        return x * torch.sigmoid(
+            self.up(F.relu(self.down(x.mean((2, 3), keepdim=True))))
+        )
 
 
 class DropPath(nn.Module):
@@ -70,7 +72,13 @@ class BatchNormAct(nn.BatchNorm2d):
 
 class ConvNormAct(nn.Module):
     def __init__(
-        self, cin: int, cout: int, k: int, stride: int = 1, groups: int = 1, act: bool = False
+        self,
+        cin: int,
+        cout: int,
+        k: int,
+        stride: int = 1,
+        groups: int = 1,
+        act: bool = False,
     ) -> None:
         super().__init__()
         self.conv = nn.Conv2d(cin, cout, k, stride, k // 2, groups=groups, bias=False)

@@ -34,7 +34,9 @@ class MobileOne(nn.Module):
         self.rbr_conv = nn.ModuleList(
             conv_bn(cin, cout, k, stride, k // 2, groups) for _ in range(branches)
         )
-        self.rbr_scale = conv_bn(cin, cout, 1, stride, 0, groups) if scale and k > 1 else None
+        self.rbr_scale = (
+            conv_bn(cin, cout, 1, stride, 0, groups) if scale and k > 1 else None
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         if self.inference_mode:
@@ -62,7 +64,9 @@ class TimmRepVgg(nn.Module):
     def __init__(self, cin: int, cout: int, stride: int = 1, groups: int = 1) -> None:
         super().__init__()
         self.reparam_conv = None
-        self.identity = BatchNormAct(cout, False) if cin == cout and stride == 1 else None
+        self.identity = (
+            BatchNormAct(cout, False) if cin == cout and stride == 1 else None
+        )
         self.conv_kxk = ConvNormAct(cin, cout, 3, stride, groups)
         self.conv_1x1 = ConvNormAct(cin, cout, 1, stride, groups)
         self.drop_path = DropPath()
@@ -82,12 +86,21 @@ class TimmMobileOne(nn.Module):
     """FastViT's has ``se`` between the sum and the activation, ByobNet's ``attn``."""
 
     def __init__(
-        self, cin: int, cout: int, stride: int = 1, groups: int = 1, se: nn.Module | None = None
+        self,
+        cin: int,
+        cout: int,
+        stride: int = 1,
+        groups: int = 1,
+        se: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.reparam_conv = None
-        self.identity = BatchNormAct(cout, False) if cin == cout and stride == 1 else None
-        self.conv_kxk = nn.ModuleList(ConvNormAct(cin, cout, 3, stride, groups) for _ in range(3))
+        self.identity = (
+            BatchNormAct(cout, False) if cin == cout and stride == 1 else None
+        )
+        self.conv_kxk = nn.ModuleList(
+            ConvNormAct(cin, cout, 3, stride, groups) for _ in range(3)
+        )
         self.conv_scale = ConvNormAct(cin, cout, 1, stride, groups)
         self.drop_path, self.act = DropPath(), nn.ReLU()
         setattr(self, "se" if se else "attn", se or nn.Identity())
@@ -142,7 +155,9 @@ class TimmRepCPE(nn.Module):
         self.pos_enc = nn.Conv2d(c, c, 7, 1, 3, groups=c)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.pos_enc(x) + x if self.reparam_conv is None else self.reparam_conv(x)
+        return (
+            self.pos_enc(x) + x if self.reparam_conv is None else self.reparam_conv(x)
+        )
 
 
 # -- GhostNetV3 (github.com/huawei-noah/Efficient-AI-Backbones).
@@ -156,7 +171,9 @@ class GhostV3(nn.Module):
         self.primary_rpr_skip, self.primary_rpr_scale = None, None
         self.primary_rpr_conv = nn.ModuleList(conv_bn(cin, mid, 1) for _ in range(3))
         self.cheap_rpr_skip = nn.BatchNorm2d(mid)
-        self.cheap_rpr_conv = nn.ModuleList(conv_bn(mid, mid, 3, 1, 1, mid) for _ in range(3))
+        self.cheap_rpr_conv = nn.ModuleList(
+            conv_bn(mid, mid, 3, 1, 1, mid) for _ in range(3)
+        )
         self.cheap_rpr_scale = conv_bn(mid, mid, 1, groups=mid)
         self.primary_activation, self.cheap_activation = nn.ReLU(), nn.ReLU()
 
@@ -250,7 +267,9 @@ class Classifier(nn.Module):
         super().__init__()
         self.name = name
         for head in (name, f"{name}_dist"):
-            setattr(self, head, nn.Sequential(nn.BatchNorm1d(dim), nn.Linear(dim, classes)))
+            setattr(
+                self, head, nn.Sequential(nn.BatchNorm1d(dim), nn.Linear(dim, classes))
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         return (getattr(self, self.name)(x) + getattr(self, f"{self.name}_dist")(x)) / 2
@@ -277,7 +296,9 @@ CASES = {
     "mobileone": Case(lambda: MobileOne(8, 8, branches=3), "mobileone", REPARAM),
     "mobileone-depthwise": Case(lambda: MobileOne(8, 8, 3, 2, 8), "mobileone", REPARAM),
     "mobileone-pointwise": Case(lambda: MobileOne(8, 12, k=1), "mobileone", REPARAM),
-    "mobileone-skip": Case(lambda: MobileOne(8, 8, branches=0, scale=False), "mobileone", REPARAM),
+    "mobileone-skip": Case(
+        lambda: MobileOne(8, 8, branches=0, scale=False), "mobileone", REPARAM
+    ),
     "repcpe": Case(lambda: RepCPE(8), "repcpe", REPARAM),
     "timm-repvgg": Case(lambda: TimmRepVgg(8, 8), "timm", REPARAM),
     "timm-repvgg-groups": Case(lambda: TimmRepVgg(8, 16, 2, 4), "timm", REPARAM),
@@ -287,9 +308,13 @@ CASES = {
     "repmixer": Case(lambda: RepMixer(8), "repmixer", REPARAM),
     "timm-repcpe": Case(lambda: TimmRepCPE(8), "timm-repcpe", REPARAM),
     "ghostnetv3": Case(lambda: GhostV3(8, 6), "ghostnetv3", "primary_conv"),
-    "ghostnetv3-strided": Case(lambda: GhostV3Bottleneck(8, 6), "ghostnetv3-bottleneck", "conv_dw"),
+    "ghostnetv3-strided": Case(
+        lambda: GhostV3Bottleneck(8, 6), "ghostnetv3-bottleneck", "conv_dw"
+    ),
     "repghost": Case(lambda: RepGhost(8, 6), "repghost", "cheap_operation"),
     "repvit-dw": Case(lambda: RepVGGDW(8), "repvit-depthwise", None),
-    "repvit-residual": Case(lambda: Residual(conv_bn(8, 8, 3, 1, 1, 8)), "repvit-residual", None),
+    "repvit-residual": Case(
+        lambda: Residual(conv_bn(8, 8, 3, 1, 1, 8)), "repvit-residual", None
+    ),
     "repvit-nested": Case(lambda: Residual(RepVGGDW(8)), "repvit-residual", None),
 }

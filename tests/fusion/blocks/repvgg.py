@@ -9,13 +9,17 @@ from tests.fusion.blocks.layers import SE, Case, conv_bn
 
 
 class RepVGGBlock(nn.Module):
-    def __init__(self, cin: int, cout: int, stride: int = 1, groups: int = 1, se: str = "") -> None:
+    def __init__(
+        self, cin: int, cout: int, stride: int = 1, groups: int = 1, se: str = ""
+    ) -> None:
         super().__init__()
         self.deploy = False
         self.groups = groups
         self.in_channels = cin
         self.nonlinearity = nn.ReLU()
-        self.se, self.post_se = (SE(cout) if se == s else nn.Identity() for s in ("in", "post"))
+        self.se, self.post_se = (
+            SE(cout) if se == s else nn.Identity() for s in ("in", "post")
+        )
         self.rbr_identity = nn.BatchNorm2d(cin) if cin == cout and stride == 1 else None
         self.rbr_dense = conv_bn(cin, cout, 3, stride, 1, groups)
         self.rbr_1x1 = conv_bn(cin, cout, 1, stride, 0, groups)
@@ -25,7 +29,9 @@ class RepVGGBlock(nn.Module):
         if hasattr(self, "rbr_reparam"):
             return self.post_se(self.nonlinearity(self.se(self.rbr_reparam(x))))
         out = 0 if self.rbr_identity is None else self.rbr_identity(x)
-        return self.post_se(self.nonlinearity(self.se(self.rbr_dense(x) + self.rbr_1x1(x) + out)))
+        return self.post_se(
+            self.nonlinearity(self.se(self.rbr_dense(x) + self.rbr_1x1(x) + out))
+        )
 
 
 class CustomL2Block(RepVGGBlock):
@@ -56,7 +62,9 @@ class QARepVGG(nn.Module):
             return self.nonlinearity(self.bn(self.se(self.rbr_reparam(x))))
         out = 0 if self.rbr_identity is None else self.rbr_identity(x)
         avg = 0 if self.rbr_avg is None else self.rbr_avg(x)
-        return self.nonlinearity(self.bn(self.se(self.rbr_dense(x) + self.rbr_1x1(x) + out + avg)))
+        return self.nonlinearity(
+            self.bn(self.se(self.rbr_dense(x) + self.rbr_1x1(x) + out + avg))
+        )
 
 
 class ScaleLayer(nn.Module):
@@ -128,7 +136,10 @@ class ImplicitHead(nn.Module):
         self.im = nn.ModuleList(ImplicitM(out) for _ in channels)
 
     def forward(self, xs: list[Tensor]) -> list[Tensor]:
-        return [im(m(ia(x))) for m, ia, im, x in zip(self.m, self.ia, self.im, xs, strict=True)]
+        return [
+            im(m(ia(x)))
+            for m, ia, im, x in zip(self.m, self.ia, self.im, xs, strict=True)
+        ]
 
 
 # -- YOLOv10: RepVGGDW (github.com/THU-MIG/yolov10, github.com/ultralytics/ultralytics).
@@ -183,7 +194,9 @@ class UltraRepConv(nn.Module):
         self.act = nn.SiLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.conv1(x) + self.conv2(x) + (0 if self.bn is None else self.bn(x)))
+        return self.act(
+            self.conv1(x) + self.conv2(x) + (0 if self.bn is None else self.bn(x))
+        )
 
     def forward_fuse(self, x: Tensor) -> Tensor:
         return self.act(self.conv(x))
@@ -205,18 +218,24 @@ class UltraConv2(UltraConv):
 
 
 class PPYoloeBlock(nn.Module):
-    def __init__(self, cin: int, cout: int, alpha: float | None = None, norm: str = "bn") -> None:
+    def __init__(
+        self, cin: int, cout: int, alpha: float | None = None, norm: str = "bn"
+    ) -> None:
         super().__init__()
         self.conv1 = conv_bn(cin, cout, 3, 1, 1, bn=norm)
         self.conv2 = conv_bn(cin, cout, 1, 1, 0, bn=norm)
         self.act = nn.SiLU()
-        self.alpha = None if alpha is None else nn.Parameter(torch.tensor([float(alpha)]))
+        self.alpha = (
+            None if alpha is None else nn.Parameter(torch.tensor([float(alpha)]))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         if hasattr(self, "conv"):
             return self.act(self.conv(x))
         two = self.conv2(x)
-        return self.act(self.conv1(x) + (self.alpha * two if self.is_weighted() else two))
+        return self.act(
+            self.conv1(x) + (self.alpha * two if self.is_weighted() else two)
+        )
 
     def is_weighted(self) -> bool:
         return self.alpha is not None
@@ -310,17 +329,31 @@ CASES = {
     "yolov7-groups": Case(lambda: Yolov7RepConv(8, 8, groups=2), "repvgg", RBR),
     "yolov7-depthwise": Case(lambda: Yolov7RepConv(8, 8, groups=8), "repvgg", RBR),
     "ultralytics-repvggdw": Case(lambda: RepVGGDW(8), "ultralytics-repvggdw", "conv"),
-    "ultralytics-repconv": Case(lambda: UltraRepConv(8, 8), "ultralytics-repconv", "conv"),
-    "ultralytics-stride": Case(lambda: UltraRepConv(8, 8, 2, 2), "ultralytics-repconv", "conv"),
+    "ultralytics-repconv": Case(
+        lambda: UltraRepConv(8, 8), "ultralytics-repconv", "conv"
+    ),
+    "ultralytics-stride": Case(
+        lambda: UltraRepConv(8, 8, 2, 2), "ultralytics-repconv", "conv"
+    ),
     "ultralytics-conv2": Case(lambda: UltraConv2(8, 12), "ultralytics-conv2", "conv"),
     "ppyoloe": Case(lambda: PPYoloeBlock(8, 12), "ppyoloe", "conv"),
     "ppyoloe-alpha": Case(lambda: PPYoloeBlock(8, 8, alpha=-0.3), "ppyoloe", "conv"),
     "ppyoloe-alpha-zero": Case(lambda: PPYoloeBlock(8, 8, alpha=0), "ppyoloe", "conv"),
-    "ppyoloe-truthy-alpha-zero": Case(lambda: TruthyAlphaBlock(8, 8, alpha=0), "ppyoloe", "conv"),
+    "ppyoloe-truthy-alpha-zero": Case(
+        lambda: TruthyAlphaBlock(8, 8, alpha=0), "ppyoloe", "conv"
+    ),
     "rtdetr": Case(lambda: PPYoloeBlock(8, 8, norm="norm"), "ppyoloe", "conv"),
-    "mmpretrain": Case(lambda: MMPretrainBlock(8, 8, groups=2), "mmpretrain-repvgg", BRANCH),
-    "mmpretrain-stride": Case(lambda: MMPretrainBlock(8, 12, 2), "mmpretrain-repvgg", BRANCH),
-    "mmpretrain-mobileone": Case(lambda: MMMobileOne(8, 8, 8), "mmpretrain-mobileone", BRANCH),
+    "mmpretrain": Case(
+        lambda: MMPretrainBlock(8, 8, groups=2), "mmpretrain-repvgg", BRANCH
+    ),
+    "mmpretrain-stride": Case(
+        lambda: MMPretrainBlock(8, 12, 2), "mmpretrain-repvgg", BRANCH
+    ),
+    "mmpretrain-mobileone": Case(
+        lambda: MMMobileOne(8, 8, 8), "mmpretrain-mobileone", BRANCH
+    ),
     "super-gradients": Case(lambda: SuperGradientsBlock(8, 8), YOLO_NAS, RBR),
-    "super-gradients-stride": Case(lambda: SuperGradientsBlock(8, 12, 2, 2), YOLO_NAS, RBR),
+    "super-gradients-stride": Case(
+        lambda: SuperGradientsBlock(8, 12, 2, 2), YOLO_NAS, RBR
+    ),
 }

@@ -30,7 +30,13 @@ from torchq.analysis.mixed_precision import (
     gather_facts,
     mixed_precision,
 )
-from torchq.analysis.outputs import Outputs, batch_size, compare_outputs, decibel_text, plain
+from torchq.analysis.outputs import (
+    Outputs,
+    batch_size,
+    compare_outputs,
+    decibel_text,
+    plain,
+)
 from torchq.analysis.sensitivity import SensitivityReport
 from torchq.calib import Calibrator
 from torchq.errors import CalibrationError, ConfigError
@@ -88,7 +94,9 @@ def collect(
         "outputs": vars(outputs),
         "verdict": verdict(outputs, errors, ranking, examined),
         "ranking": {"metric": ranking.metric, "unit": ranking.unit, "worst": worst},
-        "layers": _layer_rows(layers, errors, ranking, _facts(model, layers, batches[0], run)),
+        "layers": _layer_rows(
+            layers, errors, ranking, _facts(model, layers, batches[0], run)
+        ),
         "quantizers": _quantizer_rows(layers, errors, histograms),
         "channels": dict(_channel_rows(layers)),
         "findings": [vars(finding) for finding in examined.findings],
@@ -100,7 +108,10 @@ def collect(
 
 
 def _facts(
-    model: nn.Module, layers: list[QuantizedLayer], batch: object, run: Callable[[Any], Any]
+    model: nn.Module,
+    layers: list[QuantizedLayer],
+    batch: object,
+    run: Callable[[Any], Any],
 ) -> dict[str, LayerFacts]:
     """Return sizes and multiplications of layers; the model runs in float on one batch."""
     with untouched(model), quantizing_only(active_quantizers(model)):
@@ -117,8 +128,15 @@ def _plan(
     if isinstance(plan, MixedPrecision):
         return plan, ""
     if not plan:
-        return None, "No plan was asked for: pass plan=True, or a result of torchq.mixed_precision."
-    search: dict[str, Any] = {"budget": {"mean_bits": 6.0}, "formats": _FORMATS, **options}
+        return (
+            None,
+            "No plan was asked for: pass plan=True, or a result of torchq.mixed_precision.",
+        )
+    search: dict[str, Any] = {
+        "budget": {"mean_bits": 6.0},
+        "formats": _FORMATS,
+        **options,
+    }
     try:
         return mixed_precision(model, batches, metric="fisher", **search), ""
     except (ConfigError, RuntimeError) as error:
@@ -146,7 +164,8 @@ def _layer_rows(
                 "kind": row.kind,
                 "local_sqnr": row.local_sqnr,
                 "sqnr": row.sqnr,
-                "local_error": 10 ** (-row.local_sqnr / 20),  # beside the signal, which is 1
+                "local_error": 10
+                ** (-row.local_sqnr / 20),  # beside the signal, which is 1
                 "error": 10 ** (-row.sqnr / 20),
                 "born": row.born,
                 "clipped": row.clipped,
@@ -201,8 +220,12 @@ def _histogram_rows(
     layers: list[QuantizedLayer], samples: dict[int, Sample], progress: bool
 ) -> dict[str, dict[str, Any]]:
     """Return for each quantizer its histogram and every method's amax."""
-    quantizer_by_path = {path: q for layer in layers for path, q in layer.quantizers.items()}
-    weights: dict[str, Sample] = {path: Sample() for layer in layers for path in layer.weights}
+    quantizer_by_path = {
+        path: q for layer in layers for path, q in layer.quantizers.items()
+    }
+    weights: dict[str, Sample] = {
+        path: Sample() for layer in layers for path in layer.weights
+    }
     for path, _, _, weight in _weights(layers):
         if weight.numel():
             weights[path].add(weight)
@@ -248,7 +271,9 @@ def _row(quantizer: TensorQuantizer, sample: Sample, is_weight: bool) -> dict[st
     return row
 
 
-def _methods(quantizer: TensorQuantizer, values: Tensor, largest: float) -> dict[str, float]:
+def _methods(
+    quantizer: TensorQuantizer, values: Tensor, largest: float
+) -> dict[str, float]:
     """Return the amax that each method finds on the sample."""
     amax_by_method = {"max": largest}
     for method in _METHODS[1:]:
@@ -263,7 +288,9 @@ def _methods(quantizer: TensorQuantizer, values: Tensor, largest: float) -> dict
     return amax_by_method
 
 
-def _channel_rows(layers: list[QuantizedLayer]) -> Iterator[tuple[str, list[list[float]]]]:
+def _channel_rows(
+    layers: list[QuantizedLayer],
+) -> Iterator[tuple[str, list[list[float]]]]:
     """Yield the path of each weight quantizer with the ends of its channels."""
     for path, module, quantizer, weight in _weights(layers):
         if weight.dim() > 1:
@@ -272,7 +299,9 @@ def _channel_rows(layers: list[QuantizedLayer]) -> Iterator[tuple[str, list[list
 
 
 @torch.no_grad()
-def _channels(quantizer: TensorQuantizer, weight: Tensor, axis: int) -> list[list[float]]:
+def _channels(
+    quantizer: TensorQuantizer, weight: Tensor, axis: int
+) -> list[list[float]]:
     """Return the ends of each channel, and those when rounded; of many, neighbours together."""
     axis = axis if axis < weight.dim() else 0
     rounded = quantizer(weight.detach())
@@ -292,7 +321,10 @@ def _channels(quantizer: TensorQuantizer, weight: Tensor, axis: int) -> list[lis
 
 
 def verdict(
-    outputs: Outputs, errors: LayerErrors, ranking: SensitivityReport, examined: DoctorReport
+    outputs: Outputs,
+    errors: LayerErrors,
+    ranking: SensitivityReport,
+    examined: DoctorReport,
 ) -> dict[str, Any]:
     """Return ``grade`` ("good", "fair" or "poor"), ``sentence``, ``blame`` (which layers and why).
 
@@ -309,10 +341,16 @@ def verdict(
     }
 
 
-def _not_finite(grade: str, errors: LayerErrors, examined: DoctorReport) -> dict[str, Any]:
+def _not_finite(
+    grade: str, errors: LayerErrors, examined: DoctorReport
+) -> dict[str, Any]:
     """Return the verdict on a model that returns NaN or infinity, which says nothing of others."""
     first = errors.first_not_finite
-    where = "" if first is None else f", and {first.name or '(root)'} is the first layer to do so"
+    where = (
+        ""
+        if first is None
+        else f", and {first.name or '(root)'} is the first layer to do so"
+    )
     step = "Look at its weight, its bias and what it is given, then measure again."
     advice = [*_repairs(examined), {"text": step, "code": ""}]
     sentence = f"The model returns NaN or infinity for these batches{where}."
@@ -334,7 +372,9 @@ def _blame(errors: LayerErrors, ranking: SensitivityReport) -> str:
             f"No single layer is to blame: the worst of {len(shares)}, {name}, does {share:.0%} "
             "of the damage at the output"
         )
-    noisiest = [row for row in errors.worst[:1] if row.name not in list(shares)[:_BLAMED]]
+    noisiest = [
+        row for row in errors.worst[:1] if row.name not in list(shares)[:_BLAMED]
+    ]
     for row in noisiest:
         ratio = decibel_text(row.local_sqnr)
         sentence += (
@@ -344,11 +384,15 @@ def _blame(errors: LayerErrors, ranking: SensitivityReport) -> str:
     return sentence + "."
 
 
-def _advice(grade: str, ranking: SensitivityReport, examined: DoctorReport) -> list[dict[str, str]]:
+def _advice(
+    grade: str, ranking: SensitivityReport, examined: DoctorReport
+) -> list[dict[str, str]]:
     steps = _repairs(examined) + [vars(cure) for cure in examined.cures]
     if grade == "good":
         if not steps:
-            steps.append({"text": "Nothing needs to be done: export or deploy it.", "code": ""})
+            steps.append(
+                {"text": "Nothing needs to be done: export or deploy it.", "code": ""}
+            )
         shares = damage_shares(ranking)
         if names := culprits(shares):
             share = sum(shares[name] for name in names)
@@ -374,7 +418,11 @@ def _repairs(examined: DoctorReport) -> list[dict[str, str]]:
     steps = []
     for (_, remedy), findings in list(alike.items())[:3]:
         where = findings[0].name or "the model"
-        others = f" So it is at {len(findings) - 1} more places." if len(findings) > 1 else ""
+        others = (
+            f" So it is at {len(findings) - 1} more places."
+            if len(findings) > 1
+            else ""
+        )
         step = f"Mend {where}: it {findings[0].evidence}.{others}"
         steps.append({"text": step, "code": remedy})
     return steps

@@ -45,7 +45,9 @@ class Report:
             MissingExtraError: jinja2 is not installed.
         """
         jinja2 = import_optional("jinja2", "report", "report")
-        environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+        environment = jinja2.Environment(
+            autoescape=True, undefined=jinja2.StrictUndefined
+        )
         template = environment.from_string(_asset("report.html.jinja"))
         data = json.dumps({"reports": self.reports}, separators=(",", ":"))
         page: str = template.render(
@@ -54,7 +56,9 @@ class Report:
             style=_asset("report.css"),
             # "<" could end the script element, and this is how JSON writes it otherwise.
             data=data.replace("<", "\\u003c"),
-            scripts=[_asset(name) for name in ("d3.min.js", "plot.min.js", "report.js")],
+            scripts=[
+                _asset(name) for name in ("d3.min.js", "plot.min.js", "report.js")
+            ],
             licenses=_asset("LICENSES.txt"),
         )
         return page
@@ -88,10 +92,14 @@ def check_path(path: str | os.PathLike[str]) -> None:
     """
     suffix = Path(path).suffix.lower()
     if suffix not in _SUFFIXES:
-        raise ConfigError(f"report {path}: got suffix {suffix!r}; expected {', '.join(_SUFFIXES)}")
+        raise ConfigError(
+            f"report {path}: got suffix {suffix!r}; expected {', '.join(_SUFFIXES)}"
+        )
     folder = Path(path).absolute().parent
     if not folder.is_dir():
-        raise ConfigError(f"report {path}: the folder {folder} does not exist. Create it first")
+        raise ConfigError(
+            f"report {path}: the folder {folder} does not exist. Create it first"
+        )
     if suffix.startswith(".htm"):
         import_optional("jinja2", "report", "report")
 
@@ -105,15 +113,26 @@ def _asset(name: str) -> str:
 def _text(data: dict[str, Any]) -> str:
     """Return one report for the terminal."""
     verdict = data["verdict"]
-    lines = [f"{data.get('label') or data['model']}: {verdict['sentence']}", verdict["blame"]]
+    lines = [
+        f"{data.get('label') or data['model']}: {verdict['sentence']}",
+        verdict["blame"],
+    ]
     for number, advice in enumerate(verdict["advice"], 1):
         lines.append(f"{number}. {advice['text']}")
         if advice["code"]:
             lines.append(f"   {advice['code']}")
-    rows = [("rank", "layer", "damage", "local SQNR", "SQNR", "clipped", "bits", "bytes")]
-    ranked = sorted(data["layers"], key=lambda row: row["rank"] or len(data["layers"]) + 1)
+    rows = [
+        ("rank", "layer", "damage", "local SQNR", "SQNR", "clipped", "bits", "bytes")
+    ]
+    ranked = sorted(
+        data["layers"], key=lambda row: row["rank"] or len(data["layers"]) + 1
+    )
     for row in ranked[:_SHOWN]:
-        figures = (percent_text(row["damage"]), _ratio(row["local_sqnr"]), _ratio(row["sqnr"]))
+        figures = (
+            percent_text(row["damage"]),
+            _ratio(row["local_sqnr"]),
+            _ratio(row["sqnr"]),
+        )
         bits = f"{row['weight_bits']}/{row['input_bits']}"
         columns = (percent_text(row["clipped"] or 0.0), bits, f"{row['bytes']:,.0f}")
         rows.append((str(row["rank"] or ""), row["name"], *figures, *columns))
@@ -121,7 +140,10 @@ def _text(data: dict[str, Any]) -> str:
     if len(ranked) > _SHOWN:
         lines.append(f"and {len(ranked) - _SHOWN} more layers")
     lines += [
-        wrap(f"{f['severity']} {f['kind']}: {f['name'] or '(root)'}: {f['evidence']}", indent="  ")
+        wrap(
+            f"{f['severity']} {f['kind']}: {f['name'] or '(root)'}: {f['evidence']}",
+            indent="  ",
+        )
         for f in data["findings"]
         if f["severity"] != "info"
     ]
@@ -181,7 +203,9 @@ def report(
         'good'
     """
     sample_batches = _checked("report", batches, num_batches, path, metric)
-    return _saved(Report(collect(model, sample_batches, metric, plan, forward, progress)), path)
+    return _saved(
+        Report(collect(model, sample_batches, metric, plan, forward, progress)), path
+    )
 
 
 @uncompiled()
@@ -230,7 +254,10 @@ def compare(
     """
     sample_batches = _checked("compare", batches, num_batches, path, metric)
     reports = [
-        {**collect(model, sample_batches, metric, False, forward, progress), "label": label}
+        {
+            **collect(model, sample_batches, metric, False, forward, progress),
+            "label": label,
+        }
         for model, label in zip((a, b), labels, strict=True)
     ]
     return _saved(Report({"reports": reports}), path)

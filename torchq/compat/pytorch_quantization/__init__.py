@@ -68,7 +68,9 @@ def _register_paths() -> None:
     """Let ``import`` find each module under its path in the original, which pickles name too."""
     for path, module in _PATHS.items():
         parent, _, leaf = f"{__name__}.{path}".rpartition(".")
-        leaf_module = module or ModuleType(f"{parent}.{leaf}", "Modules of pytorch-quantization.")
+        leaf_module = module or ModuleType(
+            f"{parent}.{leaf}", "Modules of pytorch-quantization."
+        )
         sys.modules[f"{parent}.{leaf}"] = leaf_module
         if not hasattr(sys.modules[parent], leaf):  # utils.reduce_amax is the function
             setattr(sys.modules[parent], leaf, leaf_module)

@@ -28,7 +28,9 @@ from torchq.functional import reduce_amax as reduce_groups
 
 # histc counts in float32, which is exact up to this number.
 _PIECE = 1 << 24
-_NOT_FINITE = "got NaN or infinite values; expected finite data. Check the layers before"
+_NOT_FINITE = (
+    "got NaN or infinite values; expected finite data. Check the layers before"
+)
 # A histogram of this number of bins takes 128 MiB, and twice that for its edges.
 _MAX_BINS = 1 << 24
 # Elements of one temporary of the search for the least squared error.
@@ -39,7 +41,10 @@ class _Calibrator:
     """Base that scripts derive their own calibrators from."""
 
     def __init__(
-        self, num_bits: int | tuple[int, int], axis: int | tuple[int, ...] | None, unsigned: bool
+        self,
+        num_bits: int | tuple[int, int],
+        axis: int | tuple[int, ...] | None,
+        unsigned: bool,
     ) -> None:
         self._num_bits = num_bits
         self._axis = axis
@@ -58,7 +63,9 @@ class _Calibrator:
         raise NotImplementedError
 
     def __repr__(self) -> str:
-        settings = f"num_bits={self._num_bits} axis={self._axis} unsigned={self._unsigned}"
+        settings = (
+            f"num_bits={self._num_bits} axis={self._axis} unsigned={self._unsigned}"
+        )
         return f"{type(self).__name__}({settings})"
 
 
@@ -81,7 +88,9 @@ class MaxCalibrator(_Calibrator):
         #: The range so far, which scripts read and assign.
         self._calib_amax: Tensor | None = None
 
-    amaxs = field("_amaxs", "A float32 ndarray for each tensor; empty without ``track_amax``.")
+    amaxs = field(
+        "_amaxs", "A float32 ndarray for each tensor; empty without ``track_amax``."
+    )
 
     def collect(self, x: Tensor) -> None:
         """Add one tensor to the statistics; waits for the device only with ``track_amax``."""
@@ -90,7 +99,9 @@ class MaxCalibrator(_Calibrator):
         axis = (self._axis,) if isinstance(self._axis, int) else self._axis
         granularity = PerTensor() if axis is None else PerAxis(tuple(axis))
         x = x.detach()
-        amax = reduce_groups(x if x.is_floating_point() else x.float(), granularity).float()
+        amax = reduce_groups(
+            x if x.is_floating_point() else x.float(), granularity
+        ).float()
         amax_before = self._calib_amax
         if amax_before is not None and amax_before.shape != amax.shape:
             raise CalibrationError(
@@ -98,7 +109,9 @@ class MaxCalibrator(_Calibrator):
                 f"expected {tuple(amax_before.shape)} as before"
             )
         self._calib_amax = (
-            amax if amax_before is None else torch.maximum(amax_before.to(amax.device), amax)
+            amax
+            if amax_before is None
+            else torch.maximum(amax_before.to(amax.device), amax)
         )
         if self._track_amax:
             self._amaxs.append(amax.cpu().numpy().copy())
@@ -194,21 +207,33 @@ class HistogramCalibrator(_Calibrator):
     def _widen(self, largest: float, device: torch.device) -> None:
         """Create bins up to ``largest``, or add bins of the same width."""
         if self._calib_hist is None or self._calib_bin_edges is None:
-            self._calib_hist = torch.zeros(self._num_bins, dtype=torch.int64, device=device)
+            self._calib_hist = torch.zeros(
+                self._num_bins, dtype=torch.int64, device=device
+            )
             self._calib_hist[0] = self._zeros
             kind: Any = {"dtype": torch.float32, "device": device}
-            self._calib_bin_edges = torch.linspace(0, largest, self._num_bins + 1, **kind)
+            self._calib_bin_edges = torch.linspace(
+                0, largest, self._num_bins + 1, **kind
+            )
             return
         if largest <= self._calib_bin_edges[-1].item():
             return
         width = self._calib_bin_edges[1].item()
         counts = self._calib_hist
         while math.ceil(largest / width) > 8 * max(self._first_bins, 2048):
-            counts = torch.nn.functional.pad(counts, (0, counts.numel() % 2)).view(-1, 2).sum(1)
+            counts = (
+                torch.nn.functional.pad(counts, (0, counts.numel() % 2))
+                .view(-1, 2)
+                .sum(1)
+            )
             width *= 2
         self._num_bins = max(math.ceil(largest / width), counts.numel())
-        self._calib_hist = torch.nn.functional.pad(counts, (0, self._num_bins - counts.numel()))
-        self._calib_bin_edges = torch.arange(self._num_bins + 1, device=counts.device) * width
+        self._calib_hist = torch.nn.functional.pad(
+            counts, (0, self._num_bins - counts.numel())
+        )
+        self._calib_bin_edges = (
+            torch.arange(self._num_bins + 1, device=counts.device) * width
+        )
 
     def compute_amax(
         self,
@@ -240,11 +265,15 @@ class HistogramCalibrator(_Calibrator):
         if method == "percentile":
             return _compute_amax_percentile(counts, edges, percentile).float()
         find = _compute_amax_entropy if method == "entropy" else _compute_amax_mse
-        return find(counts, edges, self._num_bits, self._unsigned, stride, start_bin).float()
+        return find(
+            counts, edges, self._num_bits, self._unsigned, stride, start_bin
+        ).float()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if self._calib_hist is not None:  # the original kept arrays, or counts in floating point
+        if (
+            self._calib_hist is not None
+        ):  # the original kept arrays, or counts in floating point
             self._calib_hist = torch.as_tensor(self._calib_hist).long()
             self._calib_bin_edges = torch.as_tensor(self._calib_bin_edges).float()
 
@@ -306,7 +335,9 @@ def _compute_amax_mse(
     return centers[candidates[torch.cat(errors).argmin()]]
 
 
-def _compute_amax_percentile(calib_hist: Any, calib_bin_edges: Any, percentile: float) -> Tensor:
+def _compute_amax_percentile(
+    calib_hist: Any, calib_bin_edges: Any, percentile: float
+) -> Tensor:
     """Return the lower edge of the bin where the share of the data reaches ``percentile`` %."""
     if not 0 <= percentile <= 100:
         raise ConfigError(
@@ -356,7 +387,9 @@ def calibrate_weights(
         quantizer = getattr(module, "weight_quantizer", None)
         if not isinstance(weight, Tensor) or quantizer is None:
             continue
-        axis = (1 if getattr(module, "transposed", False) else 0) if perchannel else None
+        axis = (
+            (1 if getattr(module, "transposed", False) else 0) if perchannel else None
+        )
         ranges: list[Tensor | None] = []
         for part in [weight] if axis is None else weight.unbind(axis):
             if method == "max":
@@ -366,5 +399,11 @@ def calibrate_weights(
             calibrator = HistogramCalibrator(*options)
             calibrator.collect(part)
             ranges.append(calibrator.compute_amax(method, percentile=percentile))
-        shape = [] if axis is None else [-1 if d == axis else 1 for d in range(weight.dim())]
-        quantizer.amax = torch.stack([r for r in ranges if r is not None]).reshape(shape)
+        shape = (
+            []
+            if axis is None
+            else [-1 if d == axis else 1 for d in range(weight.dim())]
+        )
+        quantizer.amax = torch.stack([r for r in ranges if r is not None]).reshape(
+            shape
+        )

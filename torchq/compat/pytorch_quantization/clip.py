@@ -20,7 +20,9 @@ class ClipFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(input: Tensor, clip_value_min: Tensor, clip_value_max: Tensor) -> Tensor:
+    def forward(
+        input: Tensor, clip_value_min: Tensor, clip_value_max: Tensor
+    ) -> Tensor:
         """Return ``input`` between the bounds."""
         return torch.maximum(torch.minimum(input, clip_value_max), clip_value_min)
 
@@ -105,7 +107,11 @@ class Clip(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return ``inputs`` between the bounds."""
-        return clip(inputs, self.clip_value_min, self.clip_value_max) if self._active else inputs
+        return (
+            clip(inputs, self.clip_value_min, self.clip_value_max)
+            if self._active
+            else inputs
+        )
 
 
 def _scalar(name: str, value: Any) -> float:

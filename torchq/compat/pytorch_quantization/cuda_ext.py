@@ -4,11 +4,16 @@ from typing import Any
 
 from torch import Tensor
 
-from torchq.compat.pytorch_quantization.tensor_quant import fake_tensor_quant, scaled_e4m3
+from torchq.compat.pytorch_quantization.tensor_quant import (
+    fake_tensor_quant,
+    scaled_e4m3,
+)
 from torchq.formats import PerAxis
 
 
-def fake_tensor_quant_(inputs: Tensor, amax: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def fake_tensor_quant_(
+    inputs: Tensor, amax: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
     """Do what :func:`fake_tensor_quant` does, in place."""
     return inputs.copy_(fake_tensor_quant(inputs, amax, *args, **kwargs))
 

@@ -41,7 +41,9 @@ def check_num_bits(num_bits: Any) -> NumBits:
             f"num_bits: got {num_bits!r}; expected an integer >= 0, or (4, 3) for FP8"
         ) from None
     if bits < 0:
-        raise ConfigError(f"num_bits: got {bits}; expected an integer >= 0, or (4, 3) for FP8")
+        raise ConfigError(
+            f"num_bits: got {bits}; expected an integer >= 0, or (4, 3) for FP8"
+        )
     return bits
 
 
@@ -49,7 +51,9 @@ def _as_array(amax: Any) -> Any:
     """Return a float or a list as a float32 ndarray, which the original keeps."""
     is_array = hasattr(amax, "__array__") and not isinstance(amax, torch.Tensor)
     if isinstance(amax, (float, list)) or is_array:
-        return torch.tensor(amax.tolist() if is_array else amax, dtype=torch.float32).numpy()
+        return torch.tensor(
+            amax.tolist() if is_array else amax, dtype=torch.float32
+        ).numpy()
     raise LegacyTypeError(
         f"amax must be float, list or ndarray: got {amax!r} ({type(amax).__name__})"
     )
@@ -61,7 +65,9 @@ def field(name: str, doc: str, assignable: bool = False) -> Any:
     def assign(self: Any, value: Any) -> None:
         setattr(self, name, value)
 
-    return property(lambda self: getattr(self, name), assign if assignable else None, doc=doc)
+    return property(
+        lambda self: getattr(self, name), assign if assignable else None, doc=doc
+    )
 
 
 class ScaledQuantDescriptor:
@@ -89,7 +95,9 @@ class ScaledQuantDescriptor:
         {'num_bits': 4, 'name': None, 'axis': (0,)}
     """
 
-    def __init__(self, num_bits: Any = 8, name: str | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, num_bits: Any = 8, name: str | None = None, **kwargs: Any
+    ) -> None:
         if unused := sorted(set(kwargs) - set(_DEFAULTS)):
             raise LegacyTypeError(
                 f"Unused keys: got {unused}; expected some of {sorted(_DEFAULTS)}"
@@ -134,7 +142,9 @@ class ScaledQuantDescriptor:
 
     def to_yaml(self) -> str:
         """Return :meth:`dict` as YAML, with lists in place of tuples."""
-        data = {k: list(v) if isinstance(v, tuple) else v for k, v in self.dict().items()}
+        data = {
+            k: list(v) if isinstance(v, tuple) else v for k, v in self.dict().items()
+        }
         return _yaml().dump(data, width=120)
 
     @classmethod

@@ -44,7 +44,9 @@ class _QuantConvTransposeNd(_ConstructorOfConvNd, _ConvTransposeNd):
 class QuantLinear(_utils.QuantMixin, LegacyLayer, core.QuantLinear):
     """Quantized :class:`torch.nn.Linear`."""
 
-    __init__ = _utils.constructor(inspect.signature(nn.Linear.__init__), LegacyLayer.__init__)
+    __init__ = _utils.constructor(
+        inspect.signature(nn.Linear.__init__), LegacyLayer.__init__
+    )
 
     default_quant_desc_weight = tensor_quant.QUANT_DESC_8BIT_LINEAR_WEIGHT_PER_ROW
 
@@ -53,7 +55,9 @@ def _layer(name: str) -> type[LegacyLayer]:
     """Return the quantized twin of a class of torch.nn; convolutions have a range per channel."""
     if "Conv" not in name:
         return _utils.make_layer(name, __name__, _utils.QuantInputMixin)
-    descriptor = getattr(tensor_quant, f"QUANT_DESC_8BIT_{name.upper()}_WEIGHT_PER_CHANNEL")
+    descriptor = getattr(
+        tensor_quant, f"QUANT_DESC_8BIT_{name.upper()}_WEIGHT_PER_CHANNEL"
+    )
     return _utils.make_layer(
         name,
         __name__,
@@ -62,10 +66,18 @@ def _layer(name: str) -> type[LegacyLayer]:
     )
 
 
-_SPATIAL = ("Conv", "ConvTranspose", "MaxPool", "AvgPool", "AdaptiveAvgPool", "InstanceNorm")
+_SPATIAL = (
+    "Conv",
+    "ConvTranspose",
+    "MaxPool",
+    "AvgPool",
+    "AdaptiveAvgPool",
+    "InstanceNorm",
+)
 #: Class by name: ``Conv1d`` and ``QuantConv1d``, and so on.
 LAYERS: dict[str, type[LegacyLayer]] = {
-    name: _layer(name) for name in (f"{kind}{d}d" for kind in _SPATIAL for d in (1, 2, 3))
+    name: _layer(name)
+    for name in (f"{kind}{d}d" for kind in _SPATIAL for d in (1, 2, 3))
 }
 LAYERS["Linear"] = QuantLinear
 LAYERS |= {f"Quant{name}": layer for name, layer in LAYERS.items()}

@@ -106,11 +106,16 @@ class QuantMixin(_InputMixin):
         """
         _check_fake(quant_desc_input, quant_desc_weight)
         self._fake_quant = True
-        for slot, descriptor in (("input", quant_desc_input), ("weight", quant_desc_weight)):
+        for slot, descriptor in (
+            ("input", quant_desc_input),
+            ("weight", quant_desc_weight),
+        ):
             if num_layers is None:
                 setattr(self, f"_{slot}_quantizer", TensorQuantizer(descriptor))
             else:
-                found = QuantizerList(TensorQuantizer(descriptor) for _ in range(num_layers))
+                found = QuantizerList(
+                    TensorQuantizer(descriptor) for _ in range(num_layers)
+                )
                 setattr(self, f"_{slot}_quantizers", found)
 
     weight_quantizer: Any = property(
@@ -118,14 +123,18 @@ class QuantMixin(_InputMixin):
     )
 
 
-def pop_quant_desc_in_kwargs(quant_cls: Any, input_only: bool = False, **kwargs: Any) -> Any:
+def pop_quant_desc_in_kwargs(
+    quant_cls: Any, input_only: bool = False, **kwargs: Any
+) -> Any:
     """Return the descriptors in ``kwargs``, by default those of ``quant_cls``."""
     descriptor_names = ["quant_desc_input"] + ["quant_desc_weight"] * (not input_only)
     if unused := sorted(set(kwargs) - set(descriptor_names)):
         raise LegacyTypeError(
             f"Unused keys: got {unused}; expected {' or '.join(descriptor_names)}"
         )
-    input_descriptor = kwargs.get("quant_desc_input", quant_cls.default_quant_desc_input)
+    input_descriptor = kwargs.get(
+        "quant_desc_input", quant_cls.default_quant_desc_input
+    )
     if input_only:
         return input_descriptor
     # Scripts ask for both before they look at the kind of their module.
@@ -139,9 +148,13 @@ class LegacyLayer(QuantModule):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         parameters = inspect.signature(self.float_class.__init__).parameters
-        float_arguments = {key: kwargs.pop(key) for key in list(kwargs) if key in parameters}
+        float_arguments = {
+            key: kwargs.pop(key) for key in list(kwargs) if key in parameters
+        }
         input_only = not self.weight_slots
-        descriptors = pop_quant_desc_in_kwargs(type(self), input_only=input_only, **kwargs)
+        descriptors = pop_quant_desc_in_kwargs(
+            type(self), input_only=input_only, **kwargs
+        )
         super(QuantModule, self).__init__(*args, **float_arguments)
         arguments = (descriptors,) if input_only else descriptors
         self.init_quantizer(*arguments)  # type: ignore[operator]
@@ -158,11 +171,15 @@ class LegacyLayer(QuantModule):
             self._buffers.pop(buffer.name, None)
         self.__dict__.pop("_fake_quant", None)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any
+    ) -> None:
         for slot in self.slots():  # the names in torchq's own modules
             new = f"{prefix}{slot}_quantizer."
             for key in [key for key in state_dict if key.startswith(new)]:
-                state_dict[f"{prefix}_{slot}_quantizer.{key[len(new) :]}"] = state_dict.pop(key)
+                state_dict[f"{prefix}_{slot}_quantizer.{key[len(new) :]}"] = (
+                    state_dict.pop(key)
+                )
         keys = [prefix + buffer.name for buffer in CORRECTION]
         stored = [key for key in keys if key in state_dict]
         sizes = [state_dict.pop(key).numel() for key in stored]
@@ -174,7 +191,9 @@ class LegacyLayer(QuantModule):
         super(QuantModule, self)._load_from_state_dict(state_dict, prefix, *args)
 
 
-def constructor(signature: inspect.Signature, method: Callable[..., None]) -> Callable[..., None]:
+def constructor(
+    signature: inspect.Signature, method: Callable[..., None]
+) -> Callable[..., None]:
     """Return ``method`` as a constructor that shows the arguments of a float class by name.
 
     Those of the original do, with ``**kwargs`` for the descriptors, and without ``device``,
@@ -194,7 +213,9 @@ def constructor(signature: inspect.Signature, method: Callable[..., None]) -> Ca
     return __init__
 
 
-def make_layer(name: str, module: str, mixin: type, **attributes: Any) -> type[LegacyLayer]:
+def make_layer(
+    name: str, module: str, mixin: type, **attributes: Any
+) -> type[LegacyLayer]:
     """Return the quantized twin of ``torch.nn``'s class ``name``, as a class of ``module``."""
     attributes |= {
         "__module__": module,
@@ -203,4 +224,6 @@ def make_layer(name: str, module: str, mixin: type, **attributes: Any) -> type[L
             inspect.signature(getattr(nn, name).__init__), LegacyLayer.__init__
         ),
     }
-    return type(f"Quant{name}", (mixin, LegacyLayer, getattr(core, f"Quant{name}")), attributes)
+    return type(
+        f"Quant{name}", (mixin, LegacyLayer, getattr(core, f"Quant{name}")), attributes
+    )

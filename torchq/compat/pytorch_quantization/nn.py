@@ -2,7 +2,12 @@
 
 from torchq.compat.pytorch_quantization.clip import Clip
 from torchq.compat.pytorch_quantization.layers import LAYERS
-from torchq.compat.pytorch_quantization.recurrent import LSTM, LSTMCell, QuantLSTM, QuantLSTMCell
+from torchq.compat.pytorch_quantization.recurrent import (
+    LSTM,
+    LSTMCell,
+    QuantLSTM,
+    QuantLSTMCell,
+)
 from torchq.compat.pytorch_quantization.tensor_quantizer import TensorQuantizer
 
 globals().update(LAYERS)

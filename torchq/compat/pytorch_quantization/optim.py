@@ -10,7 +10,9 @@ from torch import nn
 from torchq.compat.errors import LegacyTypeError
 
 
-def match_parameters(model: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Parameter]:
+def match_parameters(
+    model: nn.Module, patterns: Sequence[str]
+) -> Iterator[nn.Parameter]:
     """Yield each parameter whose name contains a match of any of the regular expressions, once."""
     for name, parameter in model.named_parameters():
         if any(re.search(pattern, name) for pattern in patterns):

@@ -53,12 +53,18 @@ class QuantModuleReplacementHelper:
     ) -> None:
         """Add the default entries but some names, and further ones, which take precedence."""
         excluded = float_module_list or ()
-        entries = [entry for entry in self.default_quant_map if entry.mod_name not in excluded]
+        entries = [
+            entry for entry in self.default_quant_map if entry.mod_name not in excluded
+        ]
         entries += [_quant_entry(*entry) for entry in custom_map or ()]
-        replaced = {(id(entry.orig_mod), entry.mod_name) for entry in self.orginal_func_map}
+        replaced = {
+            (id(entry.orig_mod), entry.mod_name) for entry in self.orginal_func_map
+        }
         for entry in entries:
             key = id(entry.orig_mod), entry.mod_name
-            if key not in replaced:  # what a second call finds there is quantized already
+            if (
+                key not in replaced
+            ):  # what a second call finds there is quantized already
                 replaced.add(key)
                 before = getattr(entry.orig_mod, entry.mod_name)
                 self.orginal_func_map.append(entry._replace(replace_mod=before))

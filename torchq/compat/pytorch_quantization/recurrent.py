@@ -67,7 +67,9 @@ class QuantLSTM(_Recurrent, nn.LSTM):
             data, counts, order, back = input
             hx = None if hx is None else self.permute_hidden(hx, order)
             flat, state = self._layers(data, counts.tolist(), hx)
-            return PackedSequence(flat, counts, order, back), self.permute_hidden(state, back)
+            return PackedSequence(flat, counts, order, back), self.permute_hidden(
+                state, back
+            )
         time = 1 if self.batch_first else 0
         batched = input.dim() == 3
         if not batched:
@@ -89,7 +91,9 @@ class QuantLSTM(_Recurrent, nn.LSTM):
         shape = (self.num_layers * directions, sizes[0], self.hidden_size)
         if hx is None:
             hx = (flat.new_zeros(shape), flat.new_zeros(shape))
-        if flat.shape[1] != self.input_size or any(tuple(part.shape) != shape for part in hx):
+        if flat.shape[1] != self.input_size or any(
+            tuple(part.shape) != shape for part in hx
+        ):
             got = (flat.shape[1], tuple(hx[0].shape), tuple(hx[1].shape))
             raise ConfigError(
                 f"QuantLSTM: got input size and states {got}; "
@@ -103,13 +107,20 @@ class QuantLSTM(_Recurrent, nn.LSTM):
             for i in range(layer * directions, (layer + 1) * directions):
                 cell = self._cell(flat.split(sizes), i)
                 state = hx[0][i], hx[1][i]
-                output, end = run_over_steps(cell, state, sizes, reverse=bool(i % directions))
+                output, end = run_over_steps(
+                    cell, state, sizes, reverse=bool(i % directions)
+                )
                 outputs.append(output)
                 ends.append(end)
             flat = torch.cat(outputs, 1)
-        return flat, (torch.stack([h for h, _ in ends]), torch.stack([c for _, c in ends]))
+        return flat, (
+            torch.stack([h for h, _ in ends]),
+            torch.stack([c for _, c in ends]),
+        )
 
-    def _cell(self, steps: Sequence[Tensor], i: int) -> Callable[[int, Any], tuple[Tensor, Tensor]]:
+    def _cell(
+        self, steps: Sequence[Tensor], i: int
+    ) -> Callable[[int, Any], tuple[Tensor, Tensor]]:
         """Return the function of one step in a direction, with weights that are quantized once."""
         first, second, *biases = self.all_weights[i]
         w_ih, w_hh = quantize_together(self._weight_quantizers[i], first, second)
@@ -137,7 +148,9 @@ class QuantLSTMCell(_Recurrent, nn.LSTMCell):
             zeros = input.new_zeros(input.shape[0], self.hidden_size)
             hx = (zeros, zeros)
         weights = (self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh)
-        h, c = lstm_cell(input, hx, *weights, self._input_quantizer, self._weight_quantizer)
+        h, c = lstm_cell(
+            input, hx, *weights, self._input_quantizer, self._weight_quantizer
+        )
         return (h, c) if batched else (h.squeeze(0), c.squeeze(0))
 
 

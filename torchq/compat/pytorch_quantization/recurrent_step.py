@@ -37,7 +37,9 @@ def LSTMCell(
     return lstm_cell(F.linear(input, w_ih, b_ih) + F.linear(h, w_hh, b_hh), c)
 
 
-def quantize_together(quantizer: Quantizer | None, a: Tensor, b: Tensor) -> Sequence[Tensor]:
+def quantize_together(
+    quantizer: Quantizer | None, a: Tensor, b: Tensor
+) -> Sequence[Tensor]:
     """Quantize the concatenation of two tensors, and split it again."""
     if quantizer is None:
         return a, b

@@ -82,9 +82,13 @@ def _encode(inputs: Tensor, amax: Tensor, format: Format) -> tuple[Tensor, Tenso
     return codes, torch.where(is_dead, 1.0, scale)
 
 
-def _format(num_bits: int = 8, unsigned: bool = False, narrow_range: bool = True) -> Format | None:
+def _format(
+    num_bits: int = 8, unsigned: bool = False, narrow_range: bool = True
+) -> Format | None:
     """Return the format of integers; None for 0 bits, which quantize everything to 0."""
-    return by_bits(num_bits, unsigned=unsigned, narrow=narrow_range) if num_bits else None
+    return (
+        by_bits(num_bits, unsigned=unsigned, narrow=narrow_range) if num_bits else None
+    )
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -126,7 +130,9 @@ class TensorQuantFunction(_StraightThrough):
     """``apply(inputs, amax, num_bits, unsigned, narrow_range)``; see :func:`tensor_quant`."""
 
     @staticmethod
-    def forward(inputs: Tensor, amax: Tensor | float, *options: Any) -> tuple[Tensor, Tensor]:
+    def forward(
+        inputs: Tensor, amax: Tensor | float, *options: Any
+    ) -> tuple[Tensor, Tensor]:
         """Return codes and scale in the dtype of ``inputs``."""
         codes, scale = _tensor_quant(inputs, amax, *options)
         if inputs.dtype is torch.float16 and bool((scale > _MAX_FP16).any()):
@@ -177,8 +183,12 @@ class ScaledE4M3Function(_StraightThrough):
         if (E, M) != (4, 3):
             raise UnsupportedError(f"scaled_e4m3: got E={E}, M={M}; expected E=4, M=3")
         if torch.onnx.is_in_onnx_export() and torch.jit.is_tracing():
-            return inputs.clone()  # The TorchScript exporter calls ``symbolic`` for this node.
-        codes, scale = _encode(inputs, _range(inputs, E4M3.qmax if amax is None else amax), E4M3)
+            return (
+                inputs.clone()
+            )  # The TorchScript exporter calls ``symbolic`` for this node.
+        codes, scale = _encode(
+            inputs, _range(inputs, E4M3.qmax if amax is None else amax), E4M3
+        )
         return codes.div_(scale).to(inputs.dtype).masked_fill_(inputs.abs() < TINY, 0.0)
 
     @staticmethod
@@ -207,7 +217,10 @@ class FakeAffineTensorQuantFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        inputs: Tensor, min_range: Tensor | float, max_range: Tensor | float, num_bits: int = 8
+        inputs: Tensor,
+        min_range: Tensor | float,
+        max_range: Tensor | float,
+        num_bits: int = 8,
     ) -> Tensor:
         """Return dequantized values in the dtype of ``inputs``."""
         minimum = _range(inputs, min_range)
@@ -279,11 +292,15 @@ def fake_tensor_quant(
     """
     amax = _range(inputs, amax)
     if torch.onnx.is_in_onnx_export():
-        return _export_quantize_dequantize(inputs, amax, num_bits, unsigned, narrow_range)
+        return _export_quantize_dequantize(
+            inputs, amax, num_bits, unsigned, narrow_range
+        )
     if not torch.compiler.is_compiling():
         with constant_while_tracing():
             _check_range("fake_tensor_quant", amax)
-    return applied(FakeTensorQuantFunction, inputs, amax, num_bits, unsigned, narrow_range)
+    return applied(
+        FakeTensorQuantFunction, inputs, amax, num_bits, unsigned, narrow_range
+    )
 
 
 legacy_fake_tensor_quant = fake_tensor_quant
@@ -308,7 +325,10 @@ def scaled_e4m3(
 
 
 def fake_affine_tensor_quant(
-    inputs: Tensor, min_range: Tensor | float, max_range: Tensor | float, num_bits: int = 8
+    inputs: Tensor,
+    min_range: Tensor | float,
+    max_range: Tensor | float,
+    num_bits: int = 8,
 ) -> Tensor:
     """Quantize between two bounds with a zero point, per tensor, and dequantize.
 

@@ -34,7 +34,9 @@ torch.fx.wrap("quantize_dequantize")
 torch.fx.wrap("tensor_quant")
 torch.fx.wrap("reduce_amax")
 
-_NO_CALIBRATOR = "Calibrator was not created; expected one. Assign quantizer._calibrator"
+_NO_CALIBRATOR = (
+    "Calibrator was not created; expected one. Assign quantizer._calibrator"
+)
 _SAVED = {"amax": "_amax", "pre_quant_scale": "_pre_quant_scale"}
 
 
@@ -136,7 +138,9 @@ class TensorQuantizer(core.TensorQuantizer):
         """Return a new calibrator of the original."""
         makers = {"max": calib.MaxCalibrator, "histogram": calib.HistogramCalibrator}
         if method not in makers:
-            raise ConfigError(f"calib_method: got {method!r}; expected 'max' or 'histogram'")
+            raise ConfigError(
+                f"calib_method: got {method!r}; expected 'max' or 'histogram'"
+            )
         return makers[method](self._num_bits, self._axis, self._unsigned)
 
     disable = _setter("_disabled", True, "Pass the input through.")
@@ -162,18 +166,28 @@ class TensorQuantizer(core.TensorQuantizer):
     def _switch_clip(self, on: bool) -> None:
         """Turn clipping and the gradients of its bounds on or off."""
         if not self._learn_amax:
-            raise ConfigError("clip: learn_amax is False; expected a descriptor that learns")
+            raise ConfigError(
+                "clip: learn_amax is False; expected a descriptor that learns"
+            )
         self._if_clip = on
         self.clip.clip_value_min.requires_grad = on
         self.clip.clip_value_max.requires_grad = on
 
-    num_bits = field("_num_bits", "Integer width, or (4, 3); assignable.", assignable=True)
-    unsigned = field("_unsigned", "True if codes start at 0; assignable.", assignable=True)
-    narrow_range = field("_narrow_range", "True without the lowest signed code.", assignable=True)
+    num_bits = field(
+        "_num_bits", "Integer width, or (4, 3); assignable.", assignable=True
+    )
+    unsigned = field(
+        "_unsigned", "True if codes start at 0; assignable.", assignable=True
+    )
+    narrow_range = field(
+        "_narrow_range", "True without the lowest signed code.", assignable=True
+    )
     axis = field("_axis", "The axes that keep their own range, as given.")
     fake_quant = field("_fake_quant", "Whether dequantized values come out.")
     learn_amax = field("_learn_amax", "Whether the range is learned.")
-    scale = field("_scale", "qmax / amax of the last call without fake_quant, else None or 1.")
+    scale = field(
+        "_scale", "qmax / amax of the last call without fake_quant, else None or 1."
+    )
 
     @property
     def maxbound(self) -> float:
@@ -233,7 +247,11 @@ class TensorQuantizer(core.TensorQuantizer):
     def __setattr__(self, name: str, value: Any) -> None:
         # Scripts assign the private range of a quantizer that has none yet. It must become a
         # buffer, so that it is saved and moved with the module.
-        if name in _SAVED.values() and type(value) is Tensor and name not in self._buffers:
+        if (
+            name in _SAVED.values()
+            and type(value) is Tensor
+            and name not in self._buffers
+        ):
             self.register_buffer(name, value)
         else:
             super().__setattr__(name, value)
@@ -244,7 +262,9 @@ class TensorQuantizer(core.TensorQuantizer):
         Where nothing was collected that is an error, or with ``strict=False`` a warning and NaN.
         """
         if self._calibrator is None:
-            raise CalibrationError(f"{self._where()}: {_NO_CALIBRATOR.replace('was ', '')}")
+            raise CalibrationError(
+                f"{self._where()}: {_NO_CALIBRATOR.replace('was ', '')}"
+            )
         amax = self._calibrator.compute_amax(*args, **kwargs)
         if amax is None:
             text = (
@@ -290,7 +310,11 @@ class TensorQuantizer(core.TensorQuantizer):
             amax = reduce_amax(inputs, self.granularity)
         elif amax.dtype in (torch.float16, torch.bfloat16):  # assigned by a script
             amax = amax.float()
-        return amax.detach() if self._scale_amax is None else amax.detach() * self._scale_amax
+        return (
+            amax.detach()
+            if self._scale_amax is None
+            else amax.detach() * self._scale_amax
+        )
 
     def _check_onnx_readiness(self, inputs: Tensor) -> None:
         """Raise an error unless the range is known, under ``enable_onnx_export()`` alone."""
@@ -313,7 +337,11 @@ class TensorQuantizer(core.TensorQuantizer):
 
     def _learned_amax(self) -> Tensor:
         """Return the learned range as float32 without gradient."""
-        return torch.maximum(-self.clip.clip_value_min, self.clip.clip_value_max).detach().float()
+        return (
+            torch.maximum(-self.clip.clip_value_min, self.clip.clip_value_max)
+            .detach()
+            .float()
+        )
 
     def _quant_forward(self, inputs: Tensor) -> Tensor:
         """Quantize ``inputs``."""
@@ -321,7 +349,11 @@ class TensorQuantizer(core.TensorQuantizer):
             inputs, amax = self.clip(inputs), self._learned_amax()
         else:
             amax = self._get_amax(inputs)
-        options: tuple[Any, Any, Any] = (self._num_bits, self._unsigned, self._narrow_range)
+        options: tuple[Any, Any, Any] = (
+            self._num_bits,
+            self._unsigned,
+            self._narrow_range,
+        )
         if self._fake_quant or isinstance(self._num_bits, tuple):
             return quantize_dequantize(inputs, amax, *options, self.granularity)
         codes, self._scale = tensor_quant(inputs, amax, *options)
@@ -348,9 +380,13 @@ class TensorQuantizer(core.TensorQuantizer):
             raise CalibrationError(f"{self._where()}: {_NO_CALIBRATOR}")
         calibrator.collect(x.detach())
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TensorQuantizer:
+    def _apply(
+        self, fn: Callable[[Tensor], Tensor], recurse: bool = True
+    ) -> TensorQuantizer:
         # .half() must not round the range; only the device of the result is taken over.
-        before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        before = {
+            name: buffer for name, buffer in self._buffers.items() if buffer is not None
+        }
         super(core.TensorQuantizer, self)._apply(fn, recurse)
         for name, buffer in before.items():
             moved = self._buffers[name]
@@ -358,9 +394,13 @@ class TensorQuantizer(core.TensorQuantizer):
                 self._buffers[name] = buffer.to(moved.device)
         return self
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any
+    ) -> None:
         for new, old in _SAVED.items():
-            value = state_dict.pop(prefix + new, None)  # the key in torchq's own modules
+            value = state_dict.pop(
+                prefix + new, None
+            )  # the key in torchq's own modules
             value = state_dict.pop(prefix + old, value)
             if value is None or not value.numel():
                 continue
@@ -371,7 +411,9 @@ class TensorQuantizer(core.TensorQuantizer):
                 empty = torch.empty(value.shape, dtype=torch.float32, device=device)
                 self.register_buffer(old, empty)
             state_dict[prefix + old] = value.float()
-        super(core.TensorQuantizer, self)._load_from_state_dict(state_dict, prefix, *args)
+        super(core.TensorQuantizer, self)._load_from_state_dict(
+            state_dict, prefix, *args
+        )
         missing = args[2]
         for key in [prefix + old for old in _SAVED.values() if prefix + old in missing]:
             missing.remove(key)  # a float checkpoint leaves the range as it is
@@ -403,7 +445,8 @@ class TensorQuantizer(core.TensorQuantizer):
             f"*{self._scale_amax}": self._scale_amax is not None,
             "pre_quant_scale": self.pre_quant_scale is not None,
             "learned": self._learn_amax,
-            f"calibrator={type(self._calibrator).__name__}": self._calibrator is not None,
+            f"calibrator={type(self._calibrator).__name__}": self._calibrator
+            is not None,
             "quant": self._if_quant,
             "clip": self._if_clip,
             "calib": self._if_calib,
@@ -417,7 +460,9 @@ class TensorQuantizer(core.TensorQuantizer):
         """The elements that share a range."""
         if self._axis is None:
             return PerTensor()
-        return PerAxis((self._axis,) if isinstance(self._axis, int) else tuple(self._axis))
+        return PerAxis(
+            (self._axis,) if isinstance(self._axis, int) else tuple(self._axis)
+        )
 
     @property
     def descriptor(self) -> CoreDescriptor:  # type: ignore[override]

@@ -38,5 +38,7 @@ def reduce_amax(
                 "reduce_amax: Cannot reduce more axes than there are: "
                 f"got {tuple(axis)}; expected at most {input.dim()} axes"
             )
-        reduced = magnitudes.amax(tuple(axis), keepdim=keepdims) if len(axis) else magnitudes
+        reduced = (
+            magnitudes.amax(tuple(axis), keepdim=keepdims) if len(axis) else magnitudes
+        )
         return reduced.reshape(()) if reduced.numel() == 1 else reduced

@@ -14,15 +14,25 @@ _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 def pad_amounts(pads: Sequence[int]) -> list[int]:
     """Return pads (all before, then all behind) in the order of ``F.pad``."""
     half = len(pads) // 2
-    return [side for axis in reversed(range(half)) for side in (pads[axis], pads[half + axis])]
+    return [
+        side
+        for axis in reversed(range(half))
+        for side in (pads[axis], pads[half + axis])
+    ]
 
 
 def same_pads(
-    x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], upper: bool
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    upper: bool,
 ) -> list[int]:
     """Return pads for ``ceil(size / stride)`` results; ``upper`` puts the odd element behind."""
     before, behind = [], []
-    for axis, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
+    for axis, (k, s, d) in enumerate(
+        zip(kernel, stride, dilation, strict=True), start=2
+    ):
         size = x.shape[axis]
         missing = max(0, (-(-size // s) - 1) * s + d * (k - 1) + 1 - size)
         before.append(missing // 2 if upper else missing - missing // 2)
@@ -99,10 +109,14 @@ def hard_sigmoid(x: Tensor, alpha: float, beta: float) -> Tensor:
     return (x * alpha + beta).clamp(0, 1)
 
 
-def group_norm(x: Tensor, scale: Tensor, bias: Tensor, groups: int, eps: float) -> Tensor:
+def group_norm(
+    x: Tensor, scale: Tensor, bias: Tensor, groups: int, eps: float
+) -> Tensor:
     """Return groups of channels normalized; scales belong to channels, or to groups."""
     each = x.shape[1] // scale.numel()
-    return F.group_norm(x, groups, scale.repeat_interleave(each), bias.repeat_interleave(each), eps)
+    return F.group_norm(
+        x, groups, scale.repeat_interleave(each), bias.repeat_interleave(each), eps
+    )
 
 
 def slice_axis(x: Tensor, axis: int, first: Any, last: Any, step: int) -> Tensor:
@@ -111,7 +125,9 @@ def slice_axis(x: Tensor, axis: int, first: Any, last: Any, step: int) -> Tensor
     if step > 0:
         return x[(slice(None),) * axis + (slice(first, last, step),)]
     places = range(*slice(first, last, step).indices(x.shape[axis]))
-    return x.index_select(axis, torch.tensor(list(places), dtype=torch.int64, device=x.device))
+    return x.index_select(
+        axis, torch.tensor(list(places), dtype=torch.int64, device=x.device)
+    )
 
 
 def permuted(x: Tensor, order: Sequence[int] | None) -> Tensor:
@@ -154,12 +170,18 @@ class _Written(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, op_type: str, attributes: dict[str, Any], example: Tensor, *inputs: Tensor
+        ctx: Any,
+        op_type: str,
+        attributes: dict[str, Any],
+        example: Tensor,
+        *inputs: Tensor,
     ) -> Tensor:
         return example.clone()
 
     @staticmethod
-    def symbolic(g: Any, op_type: str, attributes: Any, example: Any, *inputs: Any) -> Any:
+    def symbolic(
+        g: Any, op_type: str, attributes: Any, example: Any, *inputs: Any
+    ) -> Any:
         kinds = {int: "i", float: "f", str: "s"}
         named = {f"{name}_{kinds[type(v)]}": v for name, v in attributes.items()}
         result = g.op(op_type, *inputs, **named)
@@ -198,12 +220,22 @@ def non_max_suppression(
     """
     if torch.onnx.is_in_onnx_export():
         limits = [limit for limit in (iou_limit, score_limit) if limit is not None]
-        inputs = [boxes.float(), scores.float(), _scalar(most, torch.int64)]  # no other types
+        inputs = [
+            boxes.float(),
+            scores.float(),
+            _scalar(most, torch.int64),
+        ]  # no other types
         inputs += [_scalar(limit, torch.float32) for limit in limits]
         return _written_suppression(inputs, center_form)
-    numbers = int(most), float(iou_limit), None if score_limit is None else float(score_limit)
+    numbers = (
+        int(most),
+        float(iou_limit),
+        None if score_limit is None else float(score_limit),
+    )
     if torch.compiler.is_compiling():  # the loop below is no part of a graph
-        return torch.ops.torchq.non_max_suppression(boxes, scores, *numbers, center_form)
+        return torch.ops.torchq.non_max_suppression(
+            boxes, scores, *numbers, center_form
+        )
     return _suppress(boxes, scores, *numbers, center_form)
 
 
@@ -223,7 +255,9 @@ def _suppress(
     else:
         first = boxes[..., :2]
         second = boxes[..., 2:]
-        corners = torch.cat([torch.minimum(first, second), torch.maximum(first, second)], -1)
+        corners = torch.cat(
+            [torch.minimum(first, second), torch.maximum(first, second)], -1
+        )
     detections = []
     for batch in range(scores.shape[0]):
         for kind in range(scores.shape[1]):
@@ -231,8 +265,12 @@ def _suppress(
             order = torch.sort(class_scores, descending=True, stable=True).indices
             if score_limit is not None:
                 order = order[class_scores[order] > score_limit]
-            detections += [[batch, kind, i] for i in _keep(corners[batch], order, most, iou_limit)]
-    return torch.tensor(detections, dtype=torch.int64, device=boxes.device).reshape(-1, 3)
+            detections += [
+                [batch, kind, i] for i in _keep(corners[batch], order, most, iou_limit)
+            ]
+    return torch.tensor(detections, dtype=torch.int64, device=boxes.device).reshape(
+        -1, 3
+    )
 
 
 def _fake_suppression(boxes: Tensor, scores: Tensor, *_: object) -> Tensor:
@@ -241,7 +279,9 @@ def _fake_suppression(boxes: Tensor, scores: Tensor, *_: object) -> Tensor:
 
 
 _LIBRARY.impl("non_max_suppression", _suppress, "CompositeExplicitAutograd")
-torch.library.register_fake("torchq::non_max_suppression", _fake_suppression, lib=_LIBRARY)
+torch.library.register_fake(
+    "torchq::non_max_suppression", _fake_suppression, lib=_LIBRARY
+)
 
 
 def _scalar(value: Tensor | float, dtype: torch.dtype) -> Tensor:
@@ -258,10 +298,14 @@ def _written_suppression(inputs: Sequence[Tensor], center_form: bool) -> Tensor:
     if torch.jit.is_tracing():
         example = boxes.new_zeros((scores.shape[0], 3), dtype=torch.int64)
     else:
-        count = torch.nonzero(scores.reshape(-1)).shape[0]  # some number that no one knows yet
+        count = torch.nonzero(scores.reshape(-1)).shape[
+            0
+        ]  # some number that no one knows yet
         sizes = (count, 3)
     options = {"center_point_box": int(center_form)}
-    return write_operator("NonMaxSuppression", 11, inputs, options, sizes, torch.int64, example)
+    return write_operator(
+        "NonMaxSuppression", 11, inputs, options, sizes, torch.int64, example
+    )
 
 
 def _keep(corners: Tensor, order: Tensor, most: int, overlap: float) -> list[int]:
@@ -275,7 +319,9 @@ def _keep(corners: Tensor, order: Tensor, most: int, overlap: float) -> list[int
     return kept_indices
 
 
-def kept_boxes(boxes: Tensor, scores: Tensor, overlap: float, score_limit: float) -> Tensor:
+def kept_boxes(
+    boxes: Tensor, scores: Tensor, overlap: float, score_limit: float
+) -> Tensor:
     """Return which boxes a class keeps, as ``scores``; wrong corners count as an area of 0."""
     low = boxes[..., :2]
     high = boxes[..., 2:]
@@ -284,14 +330,19 @@ def kept_boxes(boxes: Tensor, scores: Tensor, overlap: float, score_limit: float
     kinds, places = scores.shape[1:]
     detections = non_max_suppression(boxes, scores, places, overlap, score_limit, False)
     flat = (detections[:, 0] * kinds + detections[:, 1]) * places + detections[:, 2]
-    return torch.zeros_like(scores).reshape(-1).scatter(0, flat, 1.0).reshape(scores.shape) > 0
+    return (
+        torch.zeros_like(scores).reshape(-1).scatter(0, flat, 1.0).reshape(scores.shape)
+        > 0
+    )
 
 
 def ranked(
     x: Tensor, count: Tensor | int, axis: int = -1, largest: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Return the extreme elements in order, and their places; of equal ones the first."""
-    if torch.onnx.is_in_onnx_export():  # the operator TopK takes the first of equals as well
+    if (
+        torch.onnx.is_in_onnx_export()
+    ):  # the operator TopK takes the first of equals as well
         return torch.topk(x, int(count), axis, largest)
     values, places = torch.sort(x, dim=axis, descending=largest, stable=True)
     return values.narrow(axis, 0, int(count)), places.narrow(axis, 0, int(count))

@@ -24,8 +24,12 @@ class Constant:
 
     tensor: Tensor  # never changed in place
     name: str = ""  # of the tensor in the file, "" for a computed one
-    origin: str = ""  # the tensor of the file that this one was made from, which names modules
-    trainable: bool = False  # nodes that read the tensor itself read a parameter, not a buffer
+    origin: str = (
+        ""  # the tensor of the file that this one was made from, which names modules
+    )
+    trainable: bool = (
+        False  # nodes that read the tensor itself read a parameter, not a buffer
+    )
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,9 @@ class Ints:
     is bool for comparisons of sizes, float32 or float64 for sizes that were cast and nothing else.
     """
 
-    items: tuple[int | fx.Node, ...]  # numbers, and nodes that compute one number or flag
+    items: tuple[
+        int | fx.Node, ...
+    ]  # numbers, and nodes that compute one number or flag
     scalar: bool = False  # a tensor without dimensions, not a vector
     dtype: torch.dtype = torch.int64
 
@@ -45,7 +51,9 @@ class Ints:
 Value = Union[fx.Node, Constant, Ints, None]
 
 
-def stack_ints(items: Sequence[int], scalar: bool, dtype: torch.dtype = torch.int64) -> Tensor:
+def stack_ints(
+    items: Sequence[int], scalar: bool, dtype: torch.dtype = torch.int64
+) -> Tensor:
     """Return sizes as one tensor: a vector, or a number without dimensions."""
     return torch.tensor(items[0] if scalar else list(items), dtype=dtype)
 
@@ -60,7 +68,9 @@ def identifier(name: str, *, digits: bool = False) -> str:
         return clean
     if clean[0].isdigit():
         clean = f"_{clean}"
-    return f"{clean}_" if keyword.iskeyword(clean) or hasattr(nn.Module, clean) else clean
+    return (
+        f"{clean}_" if keyword.iskeyword(clean) or hasattr(nn.Module, clean) else clean
+    )
 
 
 def free_path(root: nn.Module, name: str, op_type: str = "") -> str:
@@ -72,7 +82,9 @@ def free_path(root: nn.Module, name: str, op_type: str = "") -> str:
     if _is_free(root, parts):
         return ".".join(parts)
     flat = "_".join(parts)
-    return _first_free(f"_{flat}" if flat[0].isdigit() else flat, 1, lambda n: _is_free(root, [n]))
+    return _first_free(
+        f"_{flat}" if flat[0].isdigit() else flat, 1, lambda n: _is_free(root, [n])
+    )
 
 
 def _first_free(name: str, start: int, is_free: Callable[[str], bool]) -> str:
@@ -129,7 +141,12 @@ class Converters(Registry[str, Entry]):
         return enter
 
     def row(
-        self, kinds: str, function: Callable[..., Any], *, about: Any = None, **attributes: Any
+        self,
+        kinds: str,
+        function: Callable[..., Any],
+        *,
+        about: Any = None,
+        **attributes: Any,
     ) -> None:
         """Enter operators, with spaces between them, that one function or class computes.
 
@@ -166,7 +183,10 @@ class GraphBuilder:
 
     def input(self, name: str) -> fx.Node:
         """Return a new argument of ``forward``, named after an input of the file."""
-        used_names = {"self", *(str(n.target) for n in self.graph.nodes if n.op == "placeholder")}
+        used_names = {
+            "self",
+            *(str(n.target) for n in self.graph.nodes if n.op == "placeholder"),
+        }
         return self.graph.placeholder(
             _first_free(identifier(name), 2, lambda n: n not in used_names)
         )
@@ -198,7 +218,9 @@ class GraphBuilder:
         else:
             # Exporters ask for the memory that the shape says, not one element for all.
             parent.register_buffer(leaf, value.tensor.contiguous())
-        first = next((node for node in self.graph.nodes if node.op != "placeholder"), None)
+        first = next(
+            (node for node in self.graph.nodes if node.op != "placeholder"), None
+        )
         if first is None:
             node = self.graph.get_attr(path)
         else:
@@ -228,7 +250,9 @@ class GraphBuilder:
         draft = fx.GraphModule(self.root, self.graph, class_name=name)
         draft.graph.eliminate_dead_code()
         draft.graph.lint()
-        module = fx.GraphModule(draft, draft.graph, class_name=name)  # keeps what the graph uses
+        module = fx.GraphModule(
+            draft, draft.graph, class_name=name
+        )  # keeps what the graph uses
         facts = {
             "input_names": list(input_names),
             "input_shapes": list(input_shapes),
@@ -260,7 +284,9 @@ class Attributes(abc.ABC):
         unread = [name for name in self.attributes if name not in self.seen]
         unknown = sorted(name for name in unread if not self.ignored.fullmatch(name))
         if unknown:
-            self.refuse(f"got the {self.noun} {', '.join(unknown)}, which are not supported")
+            self.refuse(
+                f"got the {self.noun} {', '.join(unknown)}, which are not supported"
+            )
 
     def attr(self, name: str, default: Any = None) -> Any:
         """Return an attribute in the type of ``default``, or ``default`` where it is left out.
@@ -305,7 +331,11 @@ class FileNode(Attributes):
     def read(self, name: str, kind: type) -> Any:
         """Return an attribute in a type; here the file has types of its own."""
         value = self.attributes.get(name)
-        return kind(value) if kind in (bool, int, float, list) and value is not None else value
+        return (
+            kind(value)
+            if kind in (bool, int, float, list) and value is not None
+            else value
+        )
 
     def converted(self, convert: Callable[[Any], Any]) -> list[Value]:
         """Return what a converter makes of this node; errors of a damaged file name the node."""
@@ -327,7 +357,9 @@ class FileNode(Attributes):
 
     def refuse(self, reason: str) -> NoReturn:
         """Raise the error that this node cannot be converted."""
-        raise FrontendError(f"{self.builder.where}: {self.op_type} {self.name!r}: {reason}")
+        raise FrontendError(
+            f"{self.builder.where}: {self.op_type} {self.name!r}: {reason}"
+        )
 
     def constant(self, index: int) -> Tensor | None:
         """Return an input that is known now, else None."""
@@ -354,14 +386,18 @@ class FileNode(Attributes):
         node = self.builder.graph.call_function(function, tuple(args), dict(kwargs))
         return self._noted(node, function)
 
-    def call_parts(self, count: int, function: Callable[..., Any], *args: Any) -> list[Value]:
+    def call_parts(
+        self, count: int, function: Callable[..., Any], *args: Any
+    ) -> list[Value]:
         """Call a function that returns ``count`` tensors."""
         return self.parts(count, self.call(function, *args))
 
     def parts(self, count: int, result: Any) -> list[Value]:
         """Return the ``count`` tensors that a call gave as a tuple."""
         if isinstance(result, fx.Node):
-            return [self.call(operator.getitem, result, index) for index in range(count)]
+            return [
+                self.call(operator.getitem, result, index) for index in range(count)
+            ]
         return list(result)  # a tuple of constants
 
     def module(self, module: nn.Module, *args: Value, name: str | None = None) -> Value:
@@ -396,7 +432,9 @@ class FileNode(Attributes):
 
     def _folded(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Value:
         with torch.no_grad():
-            args, kwargs = _nested((args, kwargs), lambda value: getattr(value, "tensor", value))
+            args, kwargs = _nested(
+                (args, kwargs), lambda value: getattr(value, "tensor", value)
+            )
             result = function(*args, **kwargs)
         if isinstance(result, (tuple, list)):
             return tuple(Constant(part) for part in result)  # type: ignore[return-value]
@@ -409,7 +447,9 @@ class FileNode(Attributes):
 
     def _as_arguments(self, arguments: Any) -> Any:
         constant_types = (Constant, Ints)
-        return _nested(arguments, lambda v: self.tensor(v) if isinstance(v, constant_types) else v)
+        return _nested(
+            arguments, lambda v: self.tensor(v) if isinstance(v, constant_types) else v
+        )
 
 
 def _nested(arguments: Any, function: Callable[[Any], Any]) -> Any:

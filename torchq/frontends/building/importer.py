@@ -72,13 +72,19 @@ class NetworkImporter:
     def convert(self, number: int, kind: str) -> None:
         """Write what a node computes, and note the values of its outputs."""
         results = self.context(number).converted(self.converters[kind].convert)
-        self.values.update({(number, place): value for place, value in enumerate(results)})
+        self.values.update(
+            {(number, place): value for place, value in enumerate(results)}
+        )
 
     def refuse_unknown(self, kinds: Iterable[str]) -> None:
         """Refuse nodes that have no converter, all at once."""
-        unknown = collections.Counter(kind for kind in kinds if kind not in self.converters)
+        unknown = collections.Counter(
+            kind for kind in kinds if kind not in self.converters
+        )
         if unknown:
-            counts = ", ".join(f"{kind} ({count})" for kind, count in sorted(unknown.items()))
+            counts = ", ".join(
+                f"{kind} ({count})" for kind, count in sorted(unknown.items())
+            )
             raise FrontendError(
                 f"{self.where}: got {self.kinds} that cannot be converted: {counts}. Register a "
                 f"converter with torchq.frontends.{self.format}.converter, or cut the network"
@@ -93,15 +99,22 @@ class NetworkImporter:
     def value(self, output: Output, name: str) -> Value:
         """Return what a node before gives, which has a name for errors."""
         if output not in self.values:
-            raise FrontendError(f"{self.where}: output {output[1]} of {name!r} is not supported")
+            raise FrontendError(
+                f"{self.where}: output {output[1]} of {name!r} is not supported"
+            )
         return self.values[output]
 
     def finish(
-        self, title: str, inputs: Sequence[tuple[str, Any]], outputs: Sequence[tuple[Output, str]]
+        self,
+        title: str,
+        inputs: Sequence[tuple[str, Any]],
+        outputs: Sequence[tuple[Output, str]],
     ) -> fx.GraphModule:
         """Return the result: inputs come with their shapes, if known, and outputs with names."""
         end = FileNode(self.builder, "output", "output", {}, [])
-        output_nodes = [end.tensor(self.value(output, name)) for output, name in outputs]
+        output_nodes = [
+            end.tensor(self.value(output, name)) for output, name in outputs
+        ]
         names = [name for name, _ in inputs]
         shapes = [shape for _, shape in inputs]
         return self.builder.finish(

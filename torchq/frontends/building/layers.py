@@ -27,7 +27,10 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def filled(
-    builder: GraphBuilder, module: Module, weight: Constant, bias: Constant | None = None
+    builder: GraphBuilder,
+    module: Module,
+    weight: Constant,
+    bias: Constant | None = None,
 ) -> Module:
     """Return a module with a weight and a bias, each of which is one parameter for all readers."""
     module.weight = builder.parameter(weight)
@@ -47,7 +50,11 @@ def convolution(
     stride, padding, dilation = (tuple(part) for part in window)
     first, second, *kernel = stored[0].tensor.shape
     spatial, size = len(kernel), tuple(kernel)
-    options: dict[str, Any] = {"bias": len(stored) > 1, "groups": groups, "dilation": dilation}
+    options: dict[str, Any] = {
+        "bias": len(stored) > 1,
+        "groups": groups,
+        "dilation": dilation,
+    }
     if extra is None:
         channels = (second * groups, first)
         table = CONVOLUTIONS
@@ -60,11 +67,17 @@ def convolution(
 
 
 def batch_norm(
-    builder: GraphBuilder, ndim: int, stored: Sequence[Constant], eps: float, momentum: float
+    builder: GraphBuilder,
+    ndim: int,
+    stored: Sequence[Constant],
+    eps: float,
+    momentum: float,
 ) -> nn.Module:
     """Return a BatchNorm with the weight, bias, mean and variance of a file."""
     weight, bias, mean, variance = stored
-    module = filled(builder, BATCH_NORMS[ndim](mean.tensor.numel(), eps, momentum), weight, bias)
+    module = filled(
+        builder, BATCH_NORMS[ndim](mean.tensor.numel(), eps, momentum), weight, bias
+    )
     module.running_mean = mean.tensor.clone()
     module.running_var = variance.tensor.clone()
     return module
@@ -104,4 +117,6 @@ def pooling(
     if kind == "avg":
         options = {"count_include_pad": include_pad or not any(padding or ())}
     options["ceil_mode"] = convention != "valid"
-    return node.module(table[len(kernel)](kernel, stride, padding, **options), node.inputs[0])
+    return node.module(
+        table[len(kernel)](kernel, stride, padding, **options), node.inputs[0]
+    )

@@ -55,13 +55,19 @@ class _Importer(NetworkImporter):
     kinds = "layers"
     converters = CONVERTERS
 
-    def __init__(self, network: Network, weights: dict[str, list[Tensor]], where: str) -> None:
+    def __init__(
+        self, network: Network, weights: dict[str, list[Tensor]], where: str
+    ) -> None:
         super().__init__(where)
         self._network, self._weights = network, weights
         self._ndims: dict[Output, int | None] = {}
         layers = enumerate(network.layers)
-        self._kept = {n: layer for n, layer in layers if not _DROPPED.fullmatch(layer.type)}
-        self._read = {bottom for layer in self._kept.values() for bottom in layer.bottoms}
+        self._kept = {
+            n: layer for n, layer in layers if not _DROPPED.fullmatch(layer.type)
+        }
+        self._read = {
+            bottom for layer in self._kept.values() for bottom in layer.bottoms
+        }
 
     def run(self) -> fx.GraphModule:
         """Convert the whole network."""
@@ -81,7 +87,9 @@ class _Importer(NetworkImporter):
     def context(self, number: int) -> CaffeLayer:
         layer = self._network.layers[number]
         names = self._network.names
-        missing = [names[bottom] for bottom in layer.bottoms if bottom not in self.values]
+        missing = [
+            names[bottom] for bottom in layer.bottoms if bottom not in self.values
+        ]
         if missing:
             raise FrontendError(
                 f"{self.where}: {layer.type} {layer.name!r} reads {missing[0]!r}, "
@@ -115,7 +123,12 @@ class _Importer(NetworkImporter):
     def _sole_reader(self, number: int) -> int | None:
         """Return the only layer that reads the first output of a layer, None if there are more."""
         layers = enumerate(self._network.layers)
-        places = [n for n, layer in layers for bottom in layer.bottoms if bottom == (number, 0)]
+        places = [
+            n
+            for n, layer in layers
+            for bottom in layer.bottoms
+            if bottom == (number, 0)
+        ]
         return places[0] if len(places) == 1 else None
 
     def _outputs(self) -> list[tuple[Output, str]]:
@@ -127,5 +140,7 @@ class _Importer(NetworkImporter):
             if (number, place) not in self._read
         ]
         if not candidates:
-            raise FrontendError(f"{self.where}: got no output; expected a layer that gives one")
+            raise FrontendError(
+                f"{self.where}: got no output; expected a layer that gives one"
+            )
         return candidates

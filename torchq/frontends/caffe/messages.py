@@ -37,7 +37,9 @@ class Message:
 
     def messages(self, name: str) -> list[Message]:
         """Return the messages of a field."""
-        return [value for value in self.values.get(name, []) if isinstance(value, Message)]
+        return [
+            value for value in self.values.get(name, []) if isinstance(value, Message)
+        ]
 
     def message(self, name: str) -> Message:
         """Return the last message of a field, an empty one where there is none."""
@@ -45,7 +47,11 @@ class Message:
 
     def scalars(self, name: str) -> list[Scalar]:
         """Return the scalars of a field."""
-        return [value for value in self.values.get(name, []) if not isinstance(value, Message)]
+        return [
+            value
+            for value in self.values.get(name, [])
+            if not isinstance(value, Message)
+        ]
 
     def texts(self, name: str) -> list[str]:
         """Return the scalars of a field that are text."""
@@ -73,7 +79,9 @@ class _Parser:
 
     def _fail(self, text: str) -> NoReturn:
         line = self._text.count("\n", 0, self._at) + 1
-        raise FrontendError(f"{self._where}, line {line}: {text}; expected `name: value`")
+        raise FrontendError(
+            f"{self._where}, line {line}: {text}; expected `name: value`"
+        )
 
     def _next(self) -> str:
         """Return the token, and go on to the one behind it."""
@@ -128,7 +136,9 @@ class _Parser:
         text = ""
         while self._kind == "string":
             text += self._next()[1:-1]
-        return _ESCAPE.sub(lambda found: codecs.decode(found[0], "unicode_escape"), text)
+        return _ESCAPE.sub(
+            lambda found: codecs.decode(found[0], "unicode_escape"), text
+        )
 
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
@@ -149,7 +159,9 @@ def fields(data: memoryview, where: str) -> Iterator[tuple[int, int | memoryview
         elif kind in (_FIXED64, _FIXED32):
             size = 8 if kind == _FIXED64 else 4
         else:
-            raise FrontendError(f"{where}: got a field of wire type {kind}; expected a message")
+            raise FrontendError(
+                f"{where}: got a field of wire type {kind}; expected a message"
+            )
         if size > len(data) - at:
             raise FrontendError(
                 f"{where}: is cut off: got {len(data) - at} bytes; expected {size} at {at}"
@@ -169,7 +181,9 @@ def _varint(data: memoryview, at: int, where: str) -> tuple[int, int]:
         result |= (byte & 0x7F) << shift
         if byte < 0x80:
             return result & (2**64 - 1), at
-    raise FrontendError(f"{where}: got a number of more than 10 bytes at {at}; expected a message")
+    raise FrontendError(
+        f"{where}: got a number of more than 10 bytes at {at}; expected a message"
+    )
 
 
 def varints(value: int | memoryview, where: str) -> list[int]:
@@ -216,7 +230,9 @@ def read_weights(source: Any, where: str) -> dict[str, list[Tensor]]:
             continue
         name, blobs = _layer(value, *_LAYER_FIELDS[number], where)
         if blobs and name in result:
-            raise FrontendError(f"{where}: got two layers {name!r} with weights; expected one")
+            raise FrontendError(
+                f"{where}: got two layers {name!r} with weights; expected one"
+            )
         if blobs:
             result[name] = blobs
     return result
@@ -225,8 +241,14 @@ def read_weights(source: Any, where: str) -> dict[str, list[Tensor]]:
 def _layer(
     data: memoryview, name_field: int, blob_field: int, where: str
 ) -> tuple[str, list[Tensor]]:
-    submessages = [(n, value) for n, value in fields(data, where) if not isinstance(value, int)]
-    names = [bytes(value).decode("utf-8", "replace") for n, value in submessages if n == name_field]
+    submessages = [
+        (n, value) for n, value in fields(data, where) if not isinstance(value, int)
+    ]
+    names = [
+        bytes(value).decode("utf-8", "replace")
+        for n, value in submessages
+        if n == name_field
+    ]
     name = ["", *names][-1]
     blobs = [value for n, value in submessages if n == blob_field]
     return name, [_blob(blob, f"{where}: layer {name!r}") for blob in blobs]
@@ -276,4 +298,6 @@ def _blob(data: memoryview, where: str) -> Tensor:
         )
     if not content:
         return torch.empty(sizes)
-    return torch.frombuffer(content, dtype=torch.uint8).view(dtype).reshape(sizes).float()
+    return (
+        torch.frombuffer(content, dtype=torch.uint8).view(dtype).reshape(sizes).float()
+    )

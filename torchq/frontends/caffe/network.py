@@ -14,7 +14,8 @@ from torchq.frontends.caffe.messages import Message, parse_text
 
 #: Types of version 1 whose new name is not the old one in camel case.
 _V1_TYPES = {
-    name.upper(): name for name in ("AbsVal", "ArgMax", "BNLL", "LRN", "MVN", "PReLU", "ReLU")
+    name.upper(): name
+    for name in ("AbsVal", "ArgMax", "BNLL", "LRN", "MVN", "PReLU", "ReLU")
 }
 _V1_TYPES |= {"HDF5_DATA": "HDF5Data", "HDF5_OUTPUT": "HDF5Output"}
 _V1_TYPES |= {"IM2COL": "Im2col", "SOFTMAX_LOSS": "SoftmaxWithLoss", "TANH": "TanH"}
@@ -55,7 +56,11 @@ def read_network(source: Any, where: str) -> Network:
         )
     if not layers:
         raise FrontendError(f"{where}: got no layers; expected a network")
-    typed = [(_type_of(layer, layer in old), layer) for layer in layers if _runs_in_test(layer)]
+    typed = [
+        (_type_of(layer, layer in old), layer)
+        for layer in layers
+        if _runs_in_test(layer)
+    ]
     return _Reader(message, typed, where).run()
 
 
@@ -71,7 +76,9 @@ def _runs_in_test(layer: Message) -> bool:
 class _Reader:
     """Follows the names of values, which a layer may give to its output again."""
 
-    def __init__(self, message: Message, layers: list[tuple[str, Message]], where: str) -> None:
+    def __init__(
+        self, message: Message, layers: list[tuple[str, Message]], where: str
+    ) -> None:
         self._message, self._layers, self._where = message, layers, where
         self._inputs: list[tuple[str, tuple[int, ...] | None]] = []
         self._current: dict[str, Output] = {}
@@ -84,7 +91,9 @@ class _Reader:
             if kind in _DATA:
                 self._input_layer(kind, message)
                 continue
-            bottoms = tuple(self._find(name, message) for name in message.texts("bottom"))
+            bottoms = tuple(
+                self._find(name, message) for name in message.texts("bottom")
+            )
             tops = tuple(message.texts("top"))
             for place, top in enumerate(tops):
                 self._enter(top, (len(layers), place))
@@ -111,13 +120,17 @@ class _Reader:
             self._enter(name, (-len(self._inputs), 0))
 
     def _declared_inputs(self) -> None:
-        shapes = [shape.scalars("dim") for shape in self._message.messages("input_shape")]
+        shapes = [
+            shape.scalars("dim") for shape in self._message.messages("input_shape")
+        ]
         sizes = self._message.scalars("input_dim")
         shapes += [sizes[i : i + 4] for i in range(0, len(sizes), 4)]
         self._add_inputs(self._message.texts("input"), shapes)
 
     def _input_layer(self, kind: str, message: Message) -> None:
-        shapes = [s.scalars("dim") for s in message.message("input_param").messages("shape")]
+        shapes = [
+            s.scalars("dim") for s in message.message("input_param").messages("shape")
+        ]
         tops = message.texts("top")
         self._add_inputs(
             tops, shapes * len(tops) if kind == "Input" and len(shapes) == 1 else shapes
@@ -129,4 +142,6 @@ def _type_of(message: Message, old: bool) -> str:
     type_name = message.text("type")
     if not old:
         return type_name
-    return _V1_TYPES.get(type_name, "".join(part.title() for part in type_name.split("_")))
+    return _V1_TYPES.get(
+        type_name, "".join(part.title() for part in type_name.split("_"))
+    )

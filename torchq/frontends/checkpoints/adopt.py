@@ -10,7 +10,13 @@ from torch import Tensor, fx, nn
 from torchq.config import QuantConfig, Rule
 from torchq.errors import ConfigError
 from torchq.frontends.checkpoints import makers, pt2e
-from torchq.frontends.checkpoints.makers import Grid, Layer, Layers, are_equal, modules_of
+from torchq.frontends.checkpoints.makers import (
+    Grid,
+    Layer,
+    Layers,
+    are_equal,
+    modules_of,
+)
 from torchq.nn import QuantModule, TensorQuantizer, quantized_class
 from torchq.nn.convert import unchanged_on_error
 from torchq.swap import Plan, quantize_
@@ -76,7 +82,9 @@ def adopt_(model: nn.Module, other: nn.Module | torch.export.ExportedProgram) ->
         )
     maker = _maker_of(graph)
     layers = _by_first_path(model, maker.read(graph, model))
-    refused = [f"{path}: {found}" for path, found in layers.items() if isinstance(found, str)]
+    refused = [
+        f"{path}: {found}" for path, found in layers.items() if isinstance(found, str)
+    ]
     if refused:
         raise ConfigError(
             f"adopt_: {maker.name} quantizes in ways that torchq has no quantizer for, or other "
@@ -85,15 +93,21 @@ def adopt_(model: nn.Module, other: nn.Module | torch.export.ExportedProgram) ->
         )
     held_tensors = [*model.parameters(), *model.buffers()]
     with unchanged_on_error(model), undone_on_error(model, written=held_tensors):
-        return _carry_out(model, graph, {p: f for p, f in layers.items() if isinstance(f, Layer)})
+        return _carry_out(
+            model, graph, {p: f for p, f in layers.items() if isinstance(f, Layer)}
+        )
 
 
 def _maker_of(other: nn.Module) -> Maker:
     for maker in MAKERS:
         if isinstance(other, fx.GraphModule) and maker.package == pt2e.PACKAGE:
-            if any(str(node.target).startswith(maker.package) for node in other.graph.nodes):
+            if any(
+                str(node.target).startswith(maker.package) for node in other.graph.nodes
+            ):
                 return maker
-        elif isinstance(other, nn.Module) and next(modules_of(other, maker.package), None):
+        elif isinstance(other, nn.Module) and next(
+            modules_of(other, maker.package), None
+        ):
             return maker
     maker_names = ", ".join(maker.name for maker in MAKERS)
     raise ConfigError(
@@ -121,7 +135,10 @@ def _by_first_path(model: nn.Module, layers: Layers) -> Layers:
 
 
 def _is_equal(one: Layer, other: Layer) -> bool:
-    if one.grids.keys() != other.grids.keys() or one.values.keys() != other.values.keys():
+    if (
+        one.grids.keys() != other.grids.keys()
+        or one.values.keys() != other.values.keys()
+    ):
         return False
     grids = ((grid, other.grids[slot]) for slot, grid in one.grids.items())
     values = ((one.values[name], value) for name, value in other.values.items())
@@ -140,7 +157,11 @@ def _carry_out(model: nn.Module, other: nn.Module, layers: Mapping[str, Layer]) 
         for slot in module.slots():
             quantizer = getattr(module, f"{slot}_quantizer")
             if slot in layer.grids:
-                shape = module.get_parameter(slot).shape if slot in module.weight_slots else None
+                shape = (
+                    module.get_parameter(slot).shape
+                    if slot in module.weight_slots
+                    else None
+                )
                 _set(quantizer, layer.grids[slot], shape)
             elif isinstance(quantizer, TensorQuantizer):
                 quantizer.mode = "off"
@@ -157,9 +178,15 @@ def _rules(model: nn.Module, layers: Mapping[str, Layer]) -> tuple[Rule, ...]:
         cls = None if module is None else quantized_class(type(module))
         if cls is None or set(layer.grids) - set(cls.slots()):
             got = "no module" if module is None else f"a {type(module).__name__}"
-            wrong.append(f"{path}: got {got}; expected a layer with {', '.join(layer.grids)}")
+            wrong.append(
+                f"{path}: got {got}; expected a layer with {', '.join(layer.grids)}"
+            )
             continue
-        inputs = [layer.grids[slot].descriptor for slot in cls.input_slots if slot in layer.grids]
+        inputs = [
+            layer.grids[slot].descriptor
+            for slot in cls.input_slots
+            if slot in layer.grids
+        ]
         if any(found != inputs[0] for found in inputs):
             wrong.append(f"{path}: its inputs have different formats; expected one")
         weight = layer.grids.get("weight")
@@ -171,34 +198,50 @@ def _rules(model: nn.Module, layers: Mapping[str, Layer]) -> tuple[Rule, ...]:
             )
         )
     if wrong:
-        raise ConfigError(f"adopt_: the networks differ, or torchq lacks a slot:\n{bullets(wrong)}")
+        raise ConfigError(
+            f"adopt_: the networks differ, or torchq lacks a slot:\n{bullets(wrong)}"
+        )
     return tuple(rules)
 
 
-def _copy_values(model: nn.Module, other: nn.Module, layers: Mapping[str, Layer]) -> None:
+def _copy_values(
+    model: nn.Module, other: nn.Module, layers: Mapping[str, Layer]
+) -> None:
     """Give the model the parameters and buffers that the maker computes with."""
     maker_tensors = {
-        f"{p}.{n}".lstrip("."): v for p, layer in layers.items() for n, v in layer.values.items()
+        f"{p}.{n}".lstrip("."): v
+        for p, layer in layers.items()
+        for n, v in layer.values.items()
     }
     state = {**other.state_dict(), **maker_tensors}
     model_state = model.state_dict()
     # The maker may know a tensor that stands in several places by another of its names.
-    alias_of = {tensor.data_ptr(): name for name, tensor in model_state.items() if name in state}
+    alias_of = {
+        tensor.data_ptr(): name for name, tensor in model_state.items() if name in state
+    }
     for name, tensor in model_state.items():
         alias = alias_of.get(tensor.data_ptr()) if tensor.numel() else None
-        if name not in state and alias is not None and model_state[alias].shape == tensor.shape:
+        if (
+            name not in state
+            and alias is not None
+            and model_state[alias].shape == tensor.shape
+        ):
             state[name] = state[alias]
     missing = sorted(n for n in model_state if n not in state) + sorted(
         n for n in maker_tensors if n not in model_state
     )
-    poisoned = [n for n, tensor in maker_tensors.items() if not bool(tensor.isfinite().all())]
+    poisoned = [
+        n for n, tensor in maker_tensors.items() if not bool(tensor.isfinite().all())
+    ]
     if poisoned:
         raise ConfigError(
             f"adopt_: {', '.join(poisoned[:6])}: got values that are NaN or infinite; expected "
             "numbers. Makers divide by the scale, which is 0 for a channel of zeros: give it "
             "another one there, or leave the layer out"
         )
-    wrong = [n for n in model_state if n in state and state[n].shape != model_state[n].shape]
+    wrong = [
+        n for n in model_state if n in state and state[n].shape != model_state[n].shape
+    ]
     if missing or wrong:
         raise ConfigError(
             f"adopt_: the networks differ: {', '.join((missing + wrong)[:6])} stand in one alone "
@@ -225,9 +268,13 @@ def _set(quantizer: TensorQuantizer, grid: Grid, shape: torch.Size | None) -> No
         quantizer.set_amax(shaped(grid.amax))
         return
     quantizer.set_qparams(shaped(grid.scale), shaped(grid.zero_point))
-    pairs = zip(quantizer.calculate_qparams(), (grid.scale, grid.zero_point), strict=True)
+    pairs = zip(
+        quantizer.calculate_qparams(), (grid.scale, grid.zero_point), strict=True
+    )
     for held, given in pairs:
-        if given is not None and not torch.equal(held.flatten(), given.flatten().to(held)):
+        if given is not None and not torch.equal(
+            held.flatten(), given.flatten().to(held)
+        ):
             raise ConfigError(
                 f"{quantizer.name}: got {short_repr(given)}, and holds {short_repr(held)}; "
                 "expected equal numbers. Please report this as a fault of torchq"

@@ -37,7 +37,9 @@ class Grid:
         if not isinstance(other, Grid):
             return NotImplemented
         pairs = [(getattr(self, name), getattr(other, name)) for name in _NUMBERS]
-        return self.descriptor == other.descriptor and all(are_equal(a, b) for a, b in pairs)
+        return self.descriptor == other.descriptor and all(
+            are_equal(a, b) for a, b in pairs
+        )
 
 
 _NUMBERS = ("amax", "scale", "zero_point", "factor")
@@ -75,11 +77,15 @@ def axis_of(scale: Tensor) -> int | None:
     return axes[0] if axes else None
 
 
-def modules_of(other: nn.Module, package: str) -> Iterator[tuple[str, nn.Module, set[str]]]:
+def modules_of(
+    other: nn.Module, package: str
+) -> Iterator[tuple[str, nn.Module, set[str]]]:
     """Yield each module of a package with its path and the names of its classes there."""
     for path, module in other.named_modules():
         package_classes = [
-            c for c in type(module).__mro__ if f"{c.__module__}.".startswith(f"{package}.")
+            c
+            for c in type(module).__mro__
+            if f"{c.__module__}.".startswith(f"{package}.")
         ]
         if package_classes:
             yield path, module, {cls.__name__ for cls in package_classes}
@@ -108,7 +114,11 @@ def read_modelopt(other: nn.Module, model: nn.Module) -> Layers:
             layer.grids[child.removesuffix("_quantizer")] = _modelopt_grid(quantizer)
         except RefusedError as error:
             layers[owner] = f"{child} has {error}"
-    return {path: layer for path, layer in layers.items() if isinstance(layer, str) or layer.grids}
+    return {
+        path: layer
+        for path, layer in layers.items()
+        if isinstance(layer, str) or layer.grids
+    }
 
 
 def _modelopt_grid(q: Any) -> Grid:
@@ -169,11 +179,15 @@ def _brevitas_layer(module: Any, names: set[str]) -> Layer:
             numbers = (proxy.scale(), proxy.zero_point(), proxy.bit_width())
             layer.grids["input"] = _brevitas_grid(proxy, *numbers)
         else:
-            raise RefusedError(f"{slot}_quant of {min(names)} quantizes another tensor than inputs")
+            raise RefusedError(
+                f"{slot}_quant of {min(names)} quantizes another tensor than inputs"
+            )
     return layer
 
 
-def _brevitas_grid(proxy: Any, scale: Tensor | None, zero_point: Any, bit_width: Any) -> Grid:
+def _brevitas_grid(
+    proxy: Any, scale: Tensor | None, zero_point: Any, bit_width: Any
+) -> Grid:
     if proxy.is_groupwise:
         raise RefusedError("blocks")
     if scale is None or bit_width is None:
@@ -203,7 +217,11 @@ _BITS: dict[str, int | tuple[int, int]] = {
 
 def read_quanto(other: nn.Module, model: nn.Module) -> Layers:
     """Return what quanto quantizes; its layers have the paths of the float ones."""
-    return {path: layer for path, m, _ in modules_of(other, QUANTO) if (layer := _quanto_layer(m))}
+    return {
+        path: layer
+        for path, m, _ in modules_of(other, QUANTO)
+        if (layer := _quanto_layer(m))
+    }
 
 
 def _quanto_layer(module: Any) -> Layer | str:

@@ -12,8 +12,24 @@ from torchq.nn import quantized_class
 
 PACKAGE = "quantized_decomposed"
 #: What commutes with rounding to a grid.
-_MOVES = {"view", "reshape", "_unsafe_view", "flatten", "permute", "transpose", "squeeze"}
-_MOVES |= {"unsqueeze", "slice", "clone", "relu", "max_pool1d", "max_pool2d", "max_pool3d"}
+_MOVES = {
+    "view",
+    "reshape",
+    "_unsafe_view",
+    "flatten",
+    "permute",
+    "transpose",
+    "squeeze",
+}
+_MOVES |= {
+    "unsqueeze",
+    "slice",
+    "clone",
+    "relu",
+    "max_pool1d",
+    "max_pool2d",
+    "max_pool3d",
+}
 
 
 def read_pt2e(other: fx.GraphModule, model: nn.Module) -> Layers:
@@ -39,26 +55,35 @@ def read_pt2e(other: fx.GraphModule, model: nn.Module) -> Layers:
             layers[path] = layer
             held.add(node)
     for path, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and path not in normalised:
+        if (
+            isinstance(module, nn.modules.batchnorm._BatchNorm)
+            and path not in normalised
+        ):
             layers[path] = "folded into a layer there; run torchq.fuse_(model) first"
     return layers
 
 
 def _dequantizes(node: Any) -> bool:
-    return isinstance(node, fx.Node) and str(node.target).startswith(f"{PACKAGE}.dequantize")
+    return isinstance(node, fx.Node) and str(node.target).startswith(
+        f"{PACKAGE}.dequantize"
+    )
 
 
 def _moves(node: Any) -> bool:
     return str(node.target).removeprefix("aten.").partition(".")[0] in _MOVES
 
 
-def _is_idle(node: fx.Node, pairs: list[tuple[int, fx.Node]], held: set[fx.Node]) -> bool:
+def _is_idle(
+    node: fx.Node, pairs: list[tuple[int, fx.Node]], held: set[fx.Node]
+) -> bool:
     """Return True if pairs in front of a node change nothing beside those that stay.
 
     ``held`` are the operators whose pairs stay: what they read is quantized for them alone.
     """
     grid = pairs[0][1].args[1:]
-    behind = [node] if str(node.target).startswith(PACKAGE) else [*node.users] * _moves(node)
+    behind = (
+        [node] if str(node.target).startswith(PACKAGE) else [*node.users] * _moves(node)
+    )
     if behind and all(
         str(user.target).startswith(f"{PACKAGE}.quantize") and user.args[1:] == grid
         for user in behind
@@ -84,11 +109,16 @@ def _tensors(node: fx.Node) -> Iterator[Any]:
 def _module_path(node: fx.Node) -> str:
     """Return the path of the module whose forward called an operator."""
     stack = [*(node.meta.get("nn_module_stack") or {}).values()]
-    return str(stack[-1][0]).removeprefix("L['self']").removeprefix(".") if stack else ""
+    return (
+        str(stack[-1][0]).removeprefix("L['self']").removeprefix(".") if stack else ""
+    )
 
 
 def _layer(
-    other: fx.GraphModule, node: fx.Node, pairs: list[tuple[int, fx.Node]], module: nn.Module
+    other: fx.GraphModule,
+    node: fx.Node,
+    pairs: list[tuple[int, fx.Node]],
+    module: nn.Module,
 ) -> Layer:
     if node.op != "call_function" or str(node.target).startswith(PACKAGE):
         raise RefusedError("a quantized result, or one quantized twice")
@@ -133,9 +163,15 @@ def _grid(other: fx.GraphModule, pair: fx.Node) -> Grid:
         raise RefusedError(f"codes from {low} to {high}")
     point = torch.as_tensor(point)
     descriptor = QuantDescriptor(
-        bits, axis=axis, unsigned=low == 0, narrow_range=narrow, symmetric=not bool(point.any())
+        bits,
+        axis=axis,
+        unsigned=low == 0,
+        narrow_range=narrow,
+        symmetric=not bool(point.any()),
     )
-    return Grid(descriptor, scale=torch.as_tensor(scale, dtype=torch.float32), zero_point=point)
+    return Grid(
+        descriptor, scale=torch.as_tensor(scale, dtype=torch.float32), zero_point=point
+    )
 
 
 def _value(other: fx.GraphModule, node: fx.Node) -> Tensor:
@@ -146,7 +182,9 @@ def _value(other: fx.GraphModule, node: fx.Node) -> Tensor:
         return tensor.detach()
     if not str(node.target).startswith(PACKAGE):
         raise RefusedError(f"a weight that {node.name} computes")
-    arguments: list[Any] = [_value(other, a) if isinstance(a, fx.Node) else a for a in node.args]
+    arguments: list[Any] = [
+        _value(other, a) if isinstance(a, fx.Node) else a for a in node.args
+    ]
     with torch.no_grad():
         result: Tensor = node.target(*arguments, **node.kwargs)  # type: ignore[operator]
     return result

@@ -58,14 +58,18 @@ class _Importer(NetworkImporter):
         self._symbol, self._params = symbol, params
         self._ndims = infer_ndims(symbol, params)
         read = [entry for node in symbol.nodes for entry in node.inputs]
-        self._read: collections.Counter[int] = collections.Counter()  # how many outputs of a node
+        self._read: collections.Counter[int] = (
+            collections.Counter()
+        )  # how many outputs of a node
         for number, output in (*read, *symbol.heads):
             self._read[number] = max(self._read[number], output + 1)
 
     def run(self) -> fx.GraphModule:
         """Convert the whole symbol."""
         operators = {
-            n: node.op for n, node in enumerate(self._symbol.nodes) if not node.is_variable
+            n: node.op
+            for n, node in enumerate(self._symbol.nodes)
+            if not node.is_variable
         }
         self.refuse_unknown(operators.values())
         inputs = self._begin()
@@ -78,7 +82,9 @@ class _Importer(NetworkImporter):
         """Return the outputs with the names of their nodes, in MXNet's form where one has more."""
         names = [self._symbol.nodes[number].name for number, _ in self._symbol.heads]
         heads = zip(self._symbol.heads, names, strict=True)
-        return [(o, n if names.count(n) == 1 else f"{n}_output{o[1]}") for o, n in heads]
+        return [
+            (o, n if names.count(n) == 1 else f"{n}_output{o[1]}") for o, n in heads
+        ]
 
     def _begin(self) -> list[tuple[str, list[int] | None]]:
         """Make parameters of the variables that the file has; return inputs with their shapes."""

@@ -7,9 +7,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchq.frontends.building.graph import Constant, Converters, FileNode, GraphBuilder, Value
+from torchq.frontends.building.graph import (
+    Constant,
+    Converters,
+    FileNode,
+    GraphBuilder,
+    Value,
+)
 
-_FLAGS = {"True": True, "true": True, "1": True, "False": False, "false": False, "0": False}
+_FLAGS = {
+    "True": True,
+    "true": True,
+    "1": True,
+    "False": False,
+    "false": False,
+    "0": False,
+}
 _TYPES = "float16 float32 float64 bfloat16 uint8 int8 int32 int64 bool"
 _DTYPES = {name: getattr(torch, name) for name in _TYPES.split()}
 

@@ -19,7 +19,9 @@ _LIST = 0x112
 _V1, _V2, _V3 = 0xF993FAC8, 0xF993FAC9, 0xF993FACA
 #: By the number that stands for them in a file.
 _NAMES = "float32 float64 float16 uint8 int32 int8 int64 bool int16 uint16 uint32 uint64 bfloat16"
-_DTYPES: dict[int, torch.dtype] = {n: getattr(torch, k) for n, k in enumerate(_NAMES.split())}
+_DTYPES: dict[int, torch.dtype] = {
+    n: getattr(torch, k) for n, k in enumerate(_NAMES.split())
+}
 _MAX_NDIM = 32
 #: The most elements that a sparse array may have when its zeros are written out.
 _MAX_DENSE = 2**28
@@ -54,11 +56,15 @@ class _Reader:
             self._fail("is an .npz file; expected the .params that `net.export` writes")
         magic, _ = self._numbers("QQ")
         if magic != _LIST:
-            self._fail(f"begins with {magic:#x}; expected {_LIST:#x}, a list of NDArrays")
+            self._fail(
+                f"begins with {magic:#x}; expected {_LIST:#x}, a list of NDArrays"
+            )
         tensors = [self._array() for _ in range(self._count(4))]
         names = [self._name() for _ in range(self._count(8))]
         if len({*names}) != len(names) or len(names) != len(tensors):
-            self._fail(f"has the names {names} for {len(tensors)} arrays; expected one for each")
+            self._fail(
+                f"has the names {names} for {len(tensors)} arrays; expected one for each"
+            )
         if self._at != len(self._data):
             self._fail(f"has {len(self._data) - self._at} bytes behind its last name")
         return dict(zip(names, tensors, strict=True))
@@ -69,7 +75,9 @@ class _Reader:
     def _take(self, size: int) -> memoryview:
         bytes_left = len(self._data) - self._at
         if size > bytes_left:
-            self._fail(f"is cut off: got {bytes_left} bytes at {self._at}; expected {size}")
+            self._fail(
+                f"is cut off: got {bytes_left} bytes at {self._at}; expected {size}"
+            )
         self._at += size
         return self._data[self._at - size : self._at]
 
@@ -110,7 +118,9 @@ class _Reader:
     def _array_with_storage(self, scalars: bool) -> Tensor:
         (storage,) = self._numbers("i")
         if storage not in (-1, 0, 1, 2):
-            self._fail(f"has an array of storage type {storage}; expected dense, row-sparse or csr")
+            self._fail(
+                f"has an array of storage type {storage}; expected dense, row-sparse or csr"
+            )
         auxiliary = max(storage, 0)
         stored = self._shape() if auxiliary else None
         shape = self._shape()
@@ -133,7 +143,9 @@ class _Reader:
 
     def _dtype(self, flag: int) -> torch.dtype:
         if flag not in _DTYPES:
-            self._fail(f"has an array of element type {flag}; expected one of {sorted(_DTYPES)}")
+            self._fail(
+                f"has an array of element type {flag}; expected one of {sorted(_DTYPES)}"
+            )
         return _DTYPES[flag]
 
     def _elements(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -144,18 +156,28 @@ class _Reader:
             if math.prod(size for size in shape if size) > _MAX_DENSE:
                 self._fail(f"has an empty array of shape {shape}")
             return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(shape)
+        return (
+            torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            .view(dtype)
+            .reshape(shape)
+        )
 
-    def _dense(self, shape: tuple[int, ...], values: Tensor, indices: list[Tensor]) -> Tensor:
+    def _dense(
+        self, shape: tuple[int, ...], values: Tensor, indices: list[Tensor]
+    ) -> Tensor:
         """Return a sparse array with its zeros."""
         if math.prod(shape) > _MAX_DENSE or min(shape, default=0) < 0:
-            self._fail(f"has a sparse array of shape {shape}; expected {_MAX_DENSE} elements")
+            self._fail(
+                f"has a sparse array of shape {shape}; expected {_MAX_DENSE} elements"
+            )
         result = torch.zeros(shape, dtype=values.dtype)
         try:
             if len(indices) == 1:
                 result[indices[0]] = values
             else:
-                rows = torch.repeat_interleave(torch.arange(shape[0]), indices[0].diff())
+                rows = torch.repeat_interleave(
+                    torch.arange(shape[0]), indices[0].diff()
+                )
                 result[rows, indices[1]] = values
         except (IndexError, RuntimeError, ValueError) as error:
             self._fail(f"has a sparse array whose parts do not fit together ({error})")

@@ -44,7 +44,9 @@ def read_symbol(source: Any, where: str) -> Symbol:
     except ConfigError as error:
         raise FrontendError(str(error)) from None
     if not isinstance(data, dict) or not isinstance(data.get("nodes"), list):
-        raise FrontendError(f"{where}: got no list of nodes; expected the JSON text of a symbol")
+        raise FrontendError(
+            f"{where}: got no list of nodes; expected the JSON text of a symbol"
+        )
     nodes = [_node(entry, number, where) for number, entry in enumerate(data["nodes"])]
     heads = _entries(data.get("heads"), len(nodes), f"{where}: heads")
     if not heads:
@@ -59,15 +61,23 @@ def _node(entry: Any, number: int, where: str) -> SymbolNode:
     op = entry.get("op")
     name = entry.get("name")
     if not isinstance(op, str) or not isinstance(name, str):
-        raise FrontendError(f"{where}: got {short_repr(entry)}; expected 'op' and 'name' as text")
+        raise FrontendError(
+            f"{where}: got {short_repr(entry)}; expected 'op' and 'name' as text"
+        )
     if entry.get("subgraphs"):
-        raise FrontendError(f"{where}: {op} {name!r} holds a graph, which is not supported")
+        raise FrontendError(
+            f"{where}: {op} {name!r} holds a graph, which is not supported"
+        )
     attributes: dict[str, str] = {}
     for key in ("attr", "attrs", "param"):
         part = entry.get(key) or {}
         if not isinstance(part, dict):
-            raise FrontendError(f"{where}: got {short_repr(part)} as {key!r}; expected an object")
-        attributes |= {str(k): v if isinstance(v, str) else str(v) for k, v in part.items()}
+            raise FrontendError(
+                f"{where}: got {short_repr(part)} as {key!r}; expected an object"
+            )
+        attributes |= {
+            str(k): v if isinstance(v, str) else str(v) for k, v in part.items()
+        }
     inputs = _entries(entry.get("inputs", []), number, f"{where}: inputs")
     return SymbolNode(op, name, attributes, inputs)
 
@@ -80,7 +90,9 @@ def _entries(value: Any, count: int, where: str) -> tuple[tuple[int, int], ...]:
     for entry in value:
         good = isinstance(entry, list) and 1 < len(entry) < 4
         if not good or not all(type(item) is int and item >= 0 for item in entry[:2]):
-            raise FrontendError(f"{where}: got {short_repr(entry)}; expected [node, output]")
+            raise FrontendError(
+                f"{where}: got {short_repr(entry)}; expected [node, output]"
+            )
         if entry[0] >= count:
             raise FrontendError(
                 f"{where}: got node {entry[0]}; expected one of the {count} nodes before"
@@ -112,10 +124,18 @@ _KEEPS_ALL = re.compile(
     r"_(plus|minus|mul|div|add|sub)|elemwise_(add|sub|mul|div)|add_n|elementwisesum|concat"
 )
 #: Operators whose attribute ``kernel`` tells the number of dimensions.
-_WINDOWED = frozenset({"Convolution", "Convolution_v1", "Deconvolution", "Pooling", "Pooling_v1"})
+_WINDOWED = frozenset(
+    {"Convolution", "Convolution_v1", "Deconvolution", "Pooling", "Pooling_v1"}
+)
 #: Operators on images.
 _IMAGES = frozenset(
-    {"Crop", "LRN", "UpSampling", "_contrib_AdaptiveAvgPooling2D", "_contrib_BilinearResize2D"}
+    {
+        "Crop",
+        "LRN",
+        "UpSampling",
+        "_contrib_AdaptiveAvgPooling2D",
+        "_contrib_BilinearResize2D",
+    }
 )
 
 
@@ -128,8 +148,12 @@ def infer_ndims(symbol: Symbol, params: Mapping[str, Tensor]) -> dict[Output, in
             ranks[number, 0] = params[node.name].dim()
         elif node.is_variable and stated:
             ranks[number, 0] = stated
-    operators = [(n, node) for n, node in enumerate(symbol.nodes) if not node.is_variable]
-    for _ in range(4):  # each round carries numbers through the whole network, in both directions
+    operators = [
+        (n, node) for n, node in enumerate(symbol.nodes) if not node.is_variable
+    ]
+    for _ in range(
+        4
+    ):  # each round carries numbers through the whole network, in both directions
         before = len(ranks)
         for number, node in (*operators, *reversed(operators)):
             _spread(ranks, number, node)
@@ -173,7 +197,11 @@ def _size_of_result(known: dict[Output, int], node: SymbolNode) -> int | None:
         return 2 if flat else first
     if node.op in ("Reshape", "reshape"):
         shape_text = node.attributes.get("shape", "")
-        codes = [item.strip(" L") for item in shape_text.strip("()[] ").split(",") if item.strip()]
+        codes = [
+            item.strip(" L")
+            for item in shape_text.strip("()[] ").split(",")
+            if item.strip()
+        ]
         return len(codes) if codes and not {"-2", "-3", "-4"} & set(codes) else None
     if node.op == "expand_dims":
         return None if first is None else first + 1

@@ -27,7 +27,9 @@ from torchq.nn import TensorQuantizer
 class Quantization:
     """How a tensor of a file is quantized."""
 
-    scale: Tensor  # float32: one number, one for each index of axis, or one for each block
+    scale: (
+        Tensor  # float32: one number, one for each index of axis, or one for each block
+    )
     zero_point: Tensor  # of the element type of the codes
     axis: int  # of the scales, or that the blocks lie along
     bits: int = 0  # 0 for those of the element type
@@ -57,7 +59,9 @@ class GraphBuilder(graph.GraphBuilder):
 
     checks_sizes = True
 
-    def __init__(self, where: str, convert: Callable[[GraphBuilder, Any], list[Value]]) -> None:
+    def __init__(
+        self, where: str, convert: Callable[[GraphBuilder, Any], list[Value]]
+    ) -> None:
         super().__init__(where)
         self._convert = convert
         self.shapes: dict[str, list[int | None]] = {}
@@ -66,7 +70,9 @@ class GraphBuilder(graph.GraphBuilder):
         # Of nodes that make codes: their source and how it is quantized; the values of the codes.
         self.codes: dict[fx.Node, tuple[Value, Quantization]] = {}
         self.dequantized: dict[fx.Node, Value] = {}
-        self.quantizers: dict[fx.Node, tuple[Value, TensorQuantizer]] = {}  # with their sources
+        self.quantizers: dict[
+            fx.Node, tuple[Value, TensorQuantizer]
+        ] = {}  # with their sources
         self.weights: dict[Constant, Quantization] = {}
         # Of a node that computes a whole shape what has it, its dimensions not being known.
         self.shaped: dict[Value, fx.Node] = {}
@@ -80,14 +86,27 @@ class GraphBuilder(graph.GraphBuilder):
         """Return a builder for a sub-graph, which knows only the constants of this one."""
         inner = GraphBuilder(self.where, self._convert)
         named_values = self.values.items()
-        inner.values = {n: v for n, v in named_values if v is None or isinstance(v, Constant)}
-        for name in ("parameters", "shapes", "dtypes", "readers", "weights", "four_bits"):
+        inner.values = {
+            n: v for n, v in named_values if v is None or isinstance(v, Constant)
+        }
+        for name in (
+            "parameters",
+            "shapes",
+            "dtypes",
+            "readers",
+            "weights",
+            "four_bits",
+        ):
             setattr(inner, name, getattr(self, name))
         return inner
 
     def add_bias(self, node: fx.Node, value: Constant) -> fx.Node | None:
         """Give a constant to the linear layer that ``node`` calls as its bias if it may."""
-        layer = self.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+        layer = (
+            self.root.get_submodule(str(node.target))
+            if node.op == "call_module"
+            else None
+        )
         names = [name for name, other in self.values.items() if other is node]
         if type(layer) is not nn.Linear or layer.bias is not None or node.users:
             return None
@@ -129,7 +148,10 @@ class NodeContext(FileNode):
         """Return the elements (numbers, nodes) of an input of sizes, None for other tensors."""
         value = self.input(index)
         if isinstance(value, Constant):
-            integers = not value.tensor.is_floating_point() and value.tensor.dtype is not torch.bool
+            integers = (
+                not value.tensor.is_floating_point()
+                and value.tensor.dtype is not torch.bool
+            )
             return value.tensor.reshape(-1).tolist() if integers else None
         if not isinstance(value, Ints) or value.dtype not in (torch.int64, torch.int32):
             return None
@@ -165,7 +187,9 @@ class NodeContext(FileNode):
         """Return the number of dimensions of an input, which must be known."""
         shape = self.shape(index)
         if shape is None:
-            self.refuse(f"the number of dimensions of {self.input_names[index]!r} is not known")
+            self.refuse(
+                f"the number of dimensions of {self.input_names[index]!r} is not known"
+            )
         return len(shape)
 
     def dtype(self, index: int) -> torch.dtype | None:
@@ -183,7 +207,10 @@ class NodeContext(FileNode):
         return dtype is not None and dtype.is_floating_point
 
     def sizes(
-        self, items: Sequence[int | fx.Node], scalar: bool = False, dtype: torch.dtype | None = None
+        self,
+        items: Sequence[int | fx.Node],
+        scalar: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> Value:
         """Return integers as a value (see :class:`Ints`): a constant where all are known."""
         if dtype is None:
@@ -193,7 +220,9 @@ class NodeContext(FileNode):
             return Constant(stack_ints(items, scalar, dtype))  # type: ignore[arg-type]
         return Ints(tuple(items), scalar, dtype)
 
-    def arithmetic(self, function: Callable[..., Any], *args: int | fx.Node) -> int | fx.Node:
+    def arithmetic(
+        self, function: Callable[..., Any], *args: int | fx.Node
+    ) -> int | fx.Node:
         """Compute one number from numbers, at once where all are known."""
         if all(isinstance(item, int) for item in args):
             return int(function(*args))
@@ -227,7 +256,9 @@ def converter(
         dtypes: element types of inputs and outputs that the converter can handle; None for any that
             torch has.
     """
-    return CONVERTERS.converter(*(qualified(domain, name) for name in op_types), about=dtypes)
+    return CONVERTERS.converter(
+        *(qualified(domain, name) for name in op_types), about=dtypes
+    )
 
 
 def qualified(domain: str, op_type: str) -> str:

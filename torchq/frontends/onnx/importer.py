@@ -14,7 +14,12 @@ from torch import Tensor, fx
 
 from torchq.errors import FrontendError, InputError
 from torchq.frontends.building.graph import Constant, Value
-from torchq.frontends.onnx.context import CONVERTERS, GraphBuilder, NodeContext, qualified
+from torchq.frontends.onnx.context import (
+    CONVERTERS,
+    GraphBuilder,
+    NodeContext,
+    qualified,
+)
 from torchq.frontends.onnx.reader import (
     DEEPEST,
     attribute_values,
@@ -62,14 +67,18 @@ def from_onnx(source: Any, *, free_batch: bool = False) -> fx.GraphModule:
         >>> report = torchq.quantize_(model)  # doctest: +SKIP
     """
     model, folder = read_model(source)
-    where = "from_onnx" if not isinstance(source, (str, Path)) else f"from_onnx: {source}"
+    where = (
+        "from_onnx" if not isinstance(source, (str, Path)) else f"from_onnx: {source}"
+    )
     return Importer(model, folder, where, free_batch).run()
 
 
 class Importer:
     """Converts one model."""
 
-    def __init__(self, model: Any, folder: Path | None, where: str, free_batch: bool) -> None:
+    def __init__(
+        self, model: Any, folder: Path | None, where: str, free_batch: bool
+    ) -> None:
         self.model = prepare(model, where)
         self.folder = folder
         self.where = where
@@ -79,9 +88,13 @@ class Importer:
         self.builder = GraphBuilder(where, self.convert_nodes)
         shapes, self.builder.dtypes = infer_types(self.model, where)
         for name, sizes in shapes.items():
-            self.builder.shapes[name] = [n if isinstance(n, int) else None for n in sizes]
+            self.builder.shapes[name] = [
+                n if isinstance(n, int) else None for n in sizes
+            ]
         for graph in graphs(self.model.graph, where):
-            self.builder.readers.update(name for node in graph.node for name in node.input)
+            self.builder.readers.update(
+                name for node in graph.node for name in node.input
+            )
             self.builder.readers.update(value.name for value in graph.output)
 
     def run(self) -> fx.GraphModule:
@@ -104,10 +117,13 @@ class Importer:
                 )
             outputs.append(node.tensor(builder.values[value_info.name]))
         names, output_names = (
-            [value_info.name for value_info in infos] for infos in (inputs, graph.output)
+            [value_info.name for value_info in infos]
+            for infos in (inputs, graph.output)
         )
         shapes = [builder.shapes.get(name) for name in names]
-        return builder.finish(outputs, graph.name or "OnnxModel", names, output_names, shapes)
+        return builder.finish(
+            outputs, graph.name or "OnnxModel", names, output_names, shapes
+        )
 
     def _expect_tensor(self, info: Any, what: str) -> None:
         if not info.type.HasField("tensor_type"):
@@ -121,7 +137,9 @@ class Importer:
         name, builder = info.name, self.builder
         self._expect_tensor(info, "input")
         if builder.dtypes.get(name) is None:
-            raise FrontendError(f"{self.where}: torch has no type for elements of input {name!r}")
+            raise FrontendError(
+                f"{self.where}: torch has no type for elements of input {name!r}"
+            )
         node = builder.input(name)
         node.meta |= {"onnx_name": name, "onnx_tensors": (name,)}
         sizes = builder.shapes.get(name)
@@ -145,15 +163,21 @@ class Importer:
             self._store(builder, graph)
         for number, node in enumerate(graph.node):
             self._convert(builder, node, number)
-        missing = [value.name for value in graph.output if value.name not in builder.values]
+        missing = [
+            value.name for value in graph.output if value.name not in builder.values
+        ]
         if missing:
-            raise FrontendError(f"{self.where}: nothing computes the output {missing[0]!r}")
+            raise FrontendError(
+                f"{self.where}: nothing computes the output {missing[0]!r}"
+            )
         return [builder.values[value.name] for value in graph.output]
 
     def _convert(self, builder: GraphBuilder, proto: Any, number: int) -> None:
         name = proto.name or f"{proto.op_type}_{number}"
         domain = domain_of(proto)
-        missing = [source for source in proto.input if source and source not in builder.values]
+        missing = [
+            source for source in proto.input if source and source not in builder.values
+        ]
         if missing:
             raise FrontendError(
                 f"{self.where}: {proto.op_type} {name!r} reads {missing[0]!r}, "
@@ -194,7 +218,9 @@ def _check_dtypes(node: NodeContext, accepted: frozenset[torch.dtype]) -> None:
         if name in node.builder.dtypes and dtype is None:
             node.refuse(f"torch has no type for the elements of {name!r}")
         if dtype is not None and dtype not in accepted:
-            node.refuse(f"{name!r} holds {dtype}, which is not supported for this operator")
+            node.refuse(
+                f"{name!r} holds {dtype}, which is not supported for this operator"
+            )
 
 
 log = logging.getLogger(__name__)
@@ -237,7 +263,9 @@ def _upgraded(model: Any, where: str, version: int) -> Any:
     """Return a model of an old opset in the oldest one that converters know."""
     sizes = {tensor.name: math.prod(tensor.dims) for tensor in model.graph.initializer}
     prelus = (node for node in model.graph.node if node.op_type == "PRelu")
-    if version < 7 and any(sizes.get(name) != 1 for node in prelus for name in node.input[1:]):
+    if version < 7 and any(
+        sizes.get(name) != 1 for node in prelus for name in node.input[1:]
+    ):
         raise FrontendError(
             f"{where}: got opset {version}, where a PRelu has a slope of each channel; "
             f"expected opset 7 or newer"
@@ -262,14 +290,18 @@ def domain_of(message: Any) -> str:
     return "" if message.domain == "ai.onnx" else str(message.domain)
 
 
-def _without_functions(model: Any, where: str, operators: Iterable[tuple[str, str]]) -> Any:
+def _without_functions(
+    model: Any, where: str, operators: Iterable[tuple[str, str]]
+) -> Any:
     """Replace operators without a converter by the functions that the standard defines them by."""
     defs = import_optional("onnx", "from_onnx").defs
     versions = opset_versions(model)
     schemas: dict[tuple[str, str], Any] = {}
     for domain, op_type in operators:
         version = versions.get(domain, 1)
-        if qualified(domain, op_type) not in CONVERTERS and defs.has(op_type, version, domain):
+        if qualified(domain, op_type) not in CONVERTERS and defs.has(
+            op_type, version, domain
+        ):
             schema = defs.get_schema(op_type, version, domain)
             if schema.has_function or schema.has_context_dependent_function:
                 schemas[domain, op_type] = schema
@@ -284,7 +316,9 @@ def _without_functions(model: Any, where: str, operators: Iterable[tuple[str, st
     inliner = import_optional("onnx.inliner", "from_onnx")
     try:
         names = sorted(schemas)
-        return inliner.inline_selected_functions(model, names, inline_schema_functions=True)
+        return inliner.inline_selected_functions(
+            model, names, inline_schema_functions=True
+        )
     except Exception as error:  # the binding raises several kinds
         log.debug("%s: %s: %s", where, type(error).__name__, error)
         return model
@@ -292,11 +326,15 @@ def _without_functions(model: Any, where: str, operators: Iterable[tuple[str, st
 
 def _advice(unknown: Iterable[str]) -> str:
     """Return how to do without operators that have no converter."""
-    if any(name.rpartition(".")[2].startswith(("QLinear", "QGemm")) for name in unknown):
+    if any(
+        name.rpartition(".")[2].startswith(("QLinear", "QGemm")) for name in unknown
+    ):
         return "Quantize the float file again with quant_format=QuantFormat.QDQ"
     if any(name.startswith("com.microsoft.") for name in unknown):
         return "Read the file from before its runtime optimized it"
-    return "Write one with torchq.frontends.onnx.converter, or cut the graph before them"
+    return (
+        "Write one with torchq.frontends.onnx.converter, or cut the graph before them"
+    )
 
 
 def with_sizes(x: Tensor, name: str, sizes: Sequence[int | None]) -> Tensor:
@@ -308,7 +346,9 @@ def with_sizes(x: Tensor, name: str, sizes: Sequence[int | None]) -> Tensor:
         pairs = zip(sizes, x.shape, strict=False)
         wrong = any(size is not None and bool(size != actual) for size, actual in pairs)
     if wrong or x.dim() != len(sizes):
-        expected_sizes = ", ".join("any" if size is None else str(size) for size in sizes)
+        expected_sizes = ", ".join(
+            "any" if size is None else str(size) for size in sizes
+        )
         raise InputError(
             f"{name}: got the shape {tuple(x.shape)}; expected ({expected_sizes}), which "
             "the ONNX file fixes. from_onnx(path, free_batch=True) frees the first size"

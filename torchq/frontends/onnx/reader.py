@@ -22,7 +22,9 @@ _NAMES = (
     "float32 uint8 int8 uint16 int16 int32 int64 - bool float16 float64 uint32 uint64 - - bfloat16 "
     "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz"
 )
-_DTYPES = {n: getattr(torch, name) for n, name in enumerate(_NAMES.split(), 1) if name != "-"}
+_DTYPES = {
+    n: getattr(torch, name) for n, name in enumerate(_NAMES.split(), 1) if name != "-"
+}
 
 #: How deeply sub-graphs and functions may be nested.
 DEEPEST = 32
@@ -57,16 +59,22 @@ def read_model(source: Any) -> tuple[Any, Path | None]:
         else:
             model = onnx.ModelProto.FromString(source.SerializeToString())
         if model.functions:
-            model = import_optional("onnx.inliner", "from_onnx").inline_local_functions(model)
+            model = import_optional("onnx.inliner", "from_onnx").inline_local_functions(
+                model
+            )
     except FileNotFoundError:
         raise FrontendError(f"{where}: there is no such file") from None
     except FrontendError:
         raise
-    except Exception as error:  # protobuf and onnx raise many kinds of errors for broken files
+    except (
+        Exception
+    ) as error:  # protobuf and onnx raise many kinds of errors for broken files
         reason = f"{type(error).__name__}: {error}"
         raise FrontendError(f"{where}: cannot be read as ONNX ({reason})") from None
     if not model.graph.node and not model.graph.output:
-        raise FrontendError(f"{where}: got a model without nodes and outputs; expected ONNX")
+        raise FrontendError(
+            f"{where}: got a model without nodes and outputs; expected ONNX"
+        )
     return model, folder
 
 
@@ -74,13 +82,18 @@ def graphs(graph: Any, where: str, depth: int = 0) -> Iterator[Any]:
     """Yield a graph and its sub-graphs; names must be text, which protobuf does not promise."""
     if depth > DEEPEST:
         raise FrontendError(f"{where}: sub-graphs are nested more than {DEEPEST} deep")
-    names = [graph.name, *(v.name for v in (*graph.initializer, *graph.input, *graph.output))]
+    names = [
+        graph.name,
+        *(v.name for v in (*graph.initializer, *graph.input, *graph.output)),
+    ]
     for node in graph.node:
         names += [node.name, node.op_type, node.domain, *node.input, *node.output]
         names += [attribute.name for attribute in node.attribute]
     broken = next((name for name in names if not isinstance(name, str)), None)
     if broken is not None:
-        raise FrontendError(f"{where}: got the name {broken!r}; expected names in UTF-8")
+        raise FrontendError(
+            f"{where}: got the name {broken!r}; expected names in UTF-8"
+        )
     yield graph
     for node in graph.node:
         for attribute in node.attribute:
@@ -93,7 +106,9 @@ def tensor_of(proto: Any, folder: Path | None, where: str) -> Tensor:
     where = f"{where}: tensor {proto.name!r}"
     dtype = dtype_of(proto.data_type) or _FOUR_BITS.get(proto.data_type)
     if dtype is None:
-        name = import_optional("onnx", "from_onnx").TensorProto.DataType.Name(proto.data_type)
+        name = import_optional("onnx", "from_onnx").TensorProto.DataType.Name(
+            proto.data_type
+        )
         raise FrontendError(f"{where} holds {name}, which torch has no type for")
     shape = tuple(proto.dims)
     if any(size < 0 for size in shape):
@@ -126,7 +141,9 @@ def tensor_of(proto: Any, folder: Path | None, where: str) -> Tensor:
     return torch.from_numpy(np.array(array))
 
 
-def _four_bits(data: bytes, dtype: torch.dtype, shape: tuple[int, ...], where: str) -> Tensor:
+def _four_bits(
+    data: bytes, dtype: torch.dtype, shape: tuple[int, ...], where: str
+) -> Tensor:
     """Return codes of four bits, which lie two in a byte, the first one in the lower half."""
     count = math.prod(shape)
     if len(data) != (count + 1) // 2:
@@ -142,7 +159,9 @@ def _four_bits(data: bytes, dtype: torch.dtype, shape: tuple[int, ...], where: s
 def _from_bytes(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     if not data:
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(shape)
+    return (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(shape)
+    )
 
 
 def _external(proto: Any, size: int, folder: Path | None, where: str) -> bytes:
@@ -170,7 +189,12 @@ def _external(proto: Any, size: int, folder: Path | None, where: str) -> bytes:
             return file.read(size)
     except FrontendError:
         raise
-    except (OSError, ValueError, TypeError, RuntimeError) as error:  # of any name and number
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        RuntimeError,
+    ) as error:  # of any name and number
         raise FrontendError(f"{where}: its data cannot be read ({error})") from None
 
 

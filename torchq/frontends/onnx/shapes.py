@@ -17,23 +17,34 @@ _SMALL = 1024
 Sizes = list["int | str | None"]
 
 
-def infer_types(model: Any, where: str) -> tuple[dict[str, Sizes], dict[str, torch.dtype | None]]:
+def infer_types(
+    model: Any, where: str
+) -> tuple[dict[str, Sizes], dict[str, torch.dtype | None]]:
     """Infer shapes, with the names of open sizes, and element types, as far as they are known."""
     light = _light_copy(model)
     try:
         onnx = import_optional("onnx", "from_onnx")
         light = onnx.shape_inference.infer_shapes(light)
-    except Exception as error:  # the binding raises several kinds; the rest may still be converted
+    except (
+        Exception
+    ) as error:  # the binding raises several kinds; the rest may still be converted
         log.debug("%s: shapes are not known: %s", where, error)
-    inner = [value_info for graph in graphs(light.graph, where) for value_info in graph.value_info]
+    inner = [
+        value_info
+        for graph in graphs(light.graph, where)
+        for value_info in graph.value_info
+    ]
     infos = [*light.graph.input, *inner, *light.graph.output]
-    types = {i.name: i.type.tensor_type for i in infos if i.type.HasField("tensor_type")}
+    types = {
+        i.name: i.type.tensor_type for i in infos if i.type.HasField("tensor_type")
+    }
     shapes: dict[str, Sizes] = {}
     for name, kind in types.items():
         if kind.HasField("shape"):
             sizes = kind.shape.dim
             shapes[name] = [
-                d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in sizes
+                d.dim_value if d.HasField("dim_value") else d.dim_param or None
+                for d in sizes
             ]
     return shapes, {name: dtype_of(kind.elem_type) for name, kind in types.items()}
 
@@ -58,7 +69,9 @@ def _light_copy(model: Any) -> Any:
             output.type.tensor_type.ClearField("shape")
     for value in light.graph.input:
         for size in value.type.tensor_type.shape.dim:
-            if size.dim_value < 0:  # Old exporters of PaddlePaddle write open sizes as -1.
+            if (
+                size.dim_value < 0
+            ):  # Old exporters of PaddlePaddle write open sizes as -1.
                 size.ClearField("dim_value")
     return light
 
@@ -87,7 +100,9 @@ def free_batch_(model: Any, where: str) -> None:
             first[0].dim_param = _BATCH
     constants = _constants(graph)
     shapes = infer_types(model, where)[0]
-    while sum(_free_reshape(graph, node, shapes, constants, batch) for node in graph.node):
+    while sum(
+        _free_reshape(graph, node, shapes, constants, batch) for node in graph.node
+    ):
         shapes = infer_types(model, where)[0]
     fixed = _fixed(graph, shapes)
     for number, node in enumerate(graph.node):
@@ -115,11 +130,18 @@ def _constants(graph: Any) -> dict[str, list[int]]:
         and len(tensor.dims) == 1
         and tensor.dims[0] < 32
     }
-    return {name: onnx.numpy_helper.to_array(tensor).tolist() for name, tensor in small.items()}
+    return {
+        name: onnx.numpy_helper.to_array(tensor).tolist()
+        for name, tensor in small.items()
+    }
 
 
 def _free_reshape(
-    graph: Any, node: Any, shapes: dict[str, Sizes], constants: dict[str, list[int]], batch: int
+    graph: Any,
+    node: Any,
+    shapes: dict[str, Sizes],
+    constants: dict[str, list[int]],
+    batch: int,
 ) -> bool:
     """Let a Reshape copy the batch from its input, if it repeats it; return True if it did."""
     if node.op_type != "Reshape":
@@ -150,7 +172,9 @@ def _place_of_batch(source: Sizes, target: list[int]) -> int | None:
 def _fixed(graph: Any, shapes: dict[str, Sizes]) -> set[str]:
     """Return the tensors that do not depend on the inputs whose batch was freed."""
     without_batch = {""} | {tensor.name for tensor in graph.initializer}
-    without_batch |= {v.name for v in graph.input if _BATCH not in shapes.get(v.name, [_BATCH])}
+    without_batch |= {
+        v.name for v in graph.input if _BATCH not in shapes.get(v.name, [_BATCH])
+    }
     for node in graph.node:
         if all(name in without_batch for name in node.input):
             without_batch.update(node.output)
@@ -158,7 +182,10 @@ def _fixed(graph: Any, shapes: dict[str, Sizes]) -> set[str]:
 
 
 def _keeps_batch(
-    node: Any, shapes: dict[str, Sizes], constants: dict[str, list[int]], fixed: set[str]
+    node: Any,
+    shapes: dict[str, Sizes],
+    constants: dict[str, list[int]],
+    fixed: set[str],
 ) -> bool:
     """Return False if a node may compute another thing with another batch."""
     if node.op_type in _PLACES or all(name in fixed for name in node.input):
@@ -174,7 +201,9 @@ def _keeps_batch(
     if not any(_BATCH in shapes.get(name, []) for name in node.input):
         return True
     return any(
-        result is None or _BATCH in result or (None in result and node.op_type not in _CUTTING)
+        result is None
+        or _BATCH in result
+        or (None in result and node.op_type not in _CUTTING)
         for result in results
     )
 

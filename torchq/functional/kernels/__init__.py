@@ -9,6 +9,11 @@ backend        where                                             how
 =============  ================================================  =================================
 """
 
-from torchq.functional.kernels.dispatch import BACKENDS, backend_for, kernels, use_backend
+from torchq.functional.kernels.dispatch import (
+    BACKENDS,
+    backend_for,
+    kernels,
+    use_backend,
+)
 
 __all__ = ["BACKENDS", "backend_for", "kernels", "use_backend"]

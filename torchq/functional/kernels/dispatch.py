@@ -34,7 +34,9 @@ def use_backend(name: str) -> Iterator[None]:
         'reference'
     """
     if name not in BACKENDS:
-        raise ConfigError(f"use_backend: got {name!r}; expected one of {', '.join(BACKENDS)}")
+        raise ConfigError(
+            f"use_backend: got {name!r}; expected one of {', '.join(BACKENDS)}"
+        )
     if name == "triton" and not has_triton():
         raise ConfigError(
             "use_backend: got 'triton', which is not installed; expected an installed backend. "
@@ -48,7 +50,11 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 def backend_for(
-    x: Tensor, amax: Tensor | None = None, format: Format = INT8, *, affine: bool = False
+    x: Tensor,
+    amax: Tensor | None = None,
+    format: Format = INT8,
+    *,
+    affine: bool = False,
 ) -> str:
     """Return the name of the backend that quantizes ``x`` now, one of :data:`BACKENDS`.
 
@@ -77,7 +83,11 @@ def is_plain(x: Tensor) -> bool:
 
     It is an ordinary tensor with memory, nothing traces, and the definition is not forced.
     """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or _forced.get() == "reference":
+    if (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or _forced.get() == "reference"
+    ):
         return False
     if type(x) not in (Tensor, nn.Parameter) or x.is_meta:
         return False
@@ -116,7 +126,12 @@ def mask_gradient(name: str, grad: Tensor, mask: Tensor) -> Tensor:
 
 
 def learned_gradients(
-    name: str, grad: Tensor, x: Tensor, amax: Tensor, format: Format, scale_format: Format | None
+    name: str,
+    grad: Tensor,
+    x: Tensor,
+    amax: Tensor,
+    format: Format,
+    scale_format: Format | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients to x and amax, tiled if the forward was.
 

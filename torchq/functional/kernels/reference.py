@@ -20,7 +20,11 @@ def snap(x: Tensor, amax: Tensor, scale: Tensor, format: Format) -> Tensor:
 
 
 def fake_quantize(
-    x: Tensor, amax: Tensor, format: Format, scale_format: Format | None, with_mask: bool
+    x: Tensor,
+    amax: Tensor,
+    format: Format,
+    scale_format: Format | None,
+    with_mask: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Return ``snap(x / scale) * scale`` in the dtype of ``x``, with its mask if wanted.
 
@@ -70,7 +74,9 @@ def learned_gradients(
     return (upstream * inside).to(x.dtype), grad_amax.to(amax.dtype)
 
 
-def clamped_codes(x: Tensor, scale: Tensor, low: Tensor, high: Tensor, format: Format) -> Tensor:
+def clamped_codes(
+    x: Tensor, scale: Tensor, low: Tensor, high: Tensor, format: Format
+) -> Tensor:
     """Return the codes of ``x`` less the zero point, as a new tensor in the compute dtype.
 
     Adding a whole zero point and clamping to the bounds of the format is the same as clamping to

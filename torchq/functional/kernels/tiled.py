@@ -72,14 +72,20 @@ def _in_memory_order(tensors: list[Tensor], dense: Tensor) -> list[Tensor]:
 
 
 def fake_quantize(
-    x: Tensor, amax: Tensor, format: Format, scale_format: Format | None, with_mask: bool
+    x: Tensor,
+    amax: Tensor,
+    format: Format,
+    scale_format: Format | None,
+    with_mask: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute :func:`torchq.functional.kernels.reference.fake_quantize` tile by tile."""
     scale = scale_from_amax(amax, format, scale_format)
     y = torch.empty_like(x)
     mask = torch.empty_like(x, dtype=torch.int8) if with_mask else None
     # Half precision is computed in float32, in a buffer of one tile.
-    scratch = None if x.dtype is scale.dtype else scale.new_empty(min(x.numel(), _tile()))
+    scratch = (
+        None if x.dtype is scale.dtype else scale.new_empty(min(x.numel(), _tile()))
+    )
     tensors = [x, y, amax, divisor(amax, scale), scale]
     if mask is not None:
         tensors.append(mask)
@@ -113,7 +119,9 @@ def fake_quantize_between(
     tensors = [x, y, scale, low, high]
     if mask is not None:
         tensors.append(mask)
-    for x_t, y_t, scale_t, low_t, high_t, *mask_t in _tiles(_in_memory_order(tensors, y), _tile()):
+    for x_t, y_t, scale_t, low_t, high_t, *mask_t in _tiles(
+        _in_memory_order(tensors, y), _tile()
+    ):
         work, clamped = scratch[:, : x_t.numel()].view(2, *x_t.shape).unbind(0)
         work.copy_(x_t).div_(scale_t)
         if mask_t:
@@ -186,7 +194,9 @@ def largest_magnitude(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     sizes, is_kept = merged_dims(x, x.new_empty(shape))
     integer = _BITS[x.dtype]
     scratch = x.new_empty(min(x.numel(), _tile()), dtype=integer)
-    merged_shape = [size if keep else 1 for size, keep in zip(sizes, is_kept, strict=True)]
+    merged_shape = [
+        size if keep else 1 for size, keep in zip(sizes, is_kept, strict=True)
+    ]
     largest = x.new_zeros(merged_shape, dtype=integer)
     bits = x.permute(order).reshape(sizes).view(integer)
     all_but_the_sign = torch.iinfo(integer).max

@@ -25,7 +25,13 @@ from torchq.functional.kernels.views import memory_order, merged_dims
 from torchq.functional.scale import scale_from_amax
 
 #: True if Triton interprets kernels on the CPU instead of compiling them.
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in (
+    "1",
+    "true",
+    "on",
+    "yes",
+    "y",
+)
 
 _BLOCK = 1024
 _SMALLEST_NORMAL: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).tiny)
@@ -60,7 +66,9 @@ def _matrix(sizes: list[int], is_kept: list[bool]) -> _Matrix | None:
     if any(keep for _, keep in outer):
         return None
     row_stride = cols if cols_have_ranges else 1
-    return _Matrix(rows, cols, repeat, groups, row_stride, col_stride=int(cols_have_ranges))
+    return _Matrix(
+        rows, cols, repeat, groups, row_stride, col_stride=int(cols_have_ranges)
+    )
 
 
 def supports(x: Tensor, amax: Tensor, format: Format, *, affine: bool = False) -> bool:
@@ -95,7 +103,9 @@ def _snapped(  # type: ignore[no-untyped-def]
         exponent = v.to(tl.int32, bitcast=True) & _EXPONENT
         exponent = tl.where(exponent < SMALLEST, SMALLEST, exponent)
         # 1.5 * 2**(23 - MANTISSA) times the power of two, assembled from its bits
-        magic = (exponent + (((23 - MANTISSA) << 23) | 0x400000)).to(tl.float32, bitcast=True)
+        magic = (exponent + (((23 - MANTISSA) << 23) | 0x400000)).to(
+            tl.float32, bitcast=True
+        )
     q = (v + magic) - magic
     return tl.where(q == 0.0, v * 0.0, q)  # the sign of zero, as torch.round keeps it
 
@@ -121,8 +131,12 @@ def _positions(  # type: ignore[no-untyped-def]
 ):
     """Return row and column of each element of this program's block, and whether it exists."""
     col_blocks = tl.cdiv(cols, BLOCK_C)
-    row = (tl.program_id(0) // col_blocks).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
-    col = (tl.program_id(0) % col_blocks).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    row = (tl.program_id(0) // col_blocks).to(tl.int64) * BLOCK_R + tl.arange(
+        0, BLOCK_R
+    )[:, None]
+    col = (tl.program_id(0) % col_blocks).to(tl.int64) * BLOCK_C + tl.arange(
+        0, BLOCK_C
+    )[None, :]
     return row, col, (row < rows) & (col < cols)
 
 
@@ -155,14 +169,18 @@ def _forward(  # type: ignore[no-untyped-def]
     if COL_STRIDE:
         group = group + col
         has_range = exists
-    amax, scale, divisor = _scales(amax_ptr, scale_ptr, group, has_range, QMAX, HAS_SCALE)
+    amax, scale, divisor = _scales(
+        amax_ptr, scale_ptr, group, has_range, QMAX, HAS_SCALE
+    )
 
     x = tl.load(x_ptr + row * cols + col, mask=exists, other=0.0).to(tl.float32)
     v = tl.div_rn(x, tl.broadcast_to(divisor, (BLOCK_R, BLOCK_C)))
     y = _snapped(v, QUANT_MIN, QUANT_MAX, MANTISSA, SMALLEST) * scale
     tl.store(y_ptr + row * cols + col, y.to(y_ptr.dtype.element_ty), mask=exists)
     if WITH_MASK:
-        tl.store(mask_ptr + row * cols + col, (tl.abs(x) <= amax).to(tl.int8), mask=exists)
+        tl.store(
+            mask_ptr + row * cols + col, (tl.abs(x) <= amax).to(tl.int8), mask=exists
+        )
 
 
 @triton.jit
@@ -175,7 +193,11 @@ def _backward(grad_ptr, mask_ptr, out_ptr, n, BLOCK: tl.constexpr):  # type: ign
 
 
 def fake_quantize(
-    x: Tensor, amax: Tensor, format: Format, scale_format: Format | None, with_mask: bool
+    x: Tensor,
+    amax: Tensor,
+    format: Format,
+    scale_format: Format | None,
+    with_mask: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute :func:`torchq.functional.kernels.reference.fake_quantize` in one pass over memory."""
     mask = torch.empty_like(x, dtype=torch.int8) if with_mask else None
@@ -193,7 +215,9 @@ def fake_quantize(
             f"fake_quantize: got amax of shape {tuple(amax.shape)}; "
             "expected a case that supports() accepts"
         )
-    scales = None if scale_format is None else scale_from_amax(amax, format, scale_format)
+    scales = (
+        None if scale_format is None else scale_from_amax(amax, format, scale_format)
+    )
     order = memory_order(y)
     scales = None if scales is None else _dense(scales, order)
     _launch_forward(view, x, _dense(amax, order), scales, y, mask, format)
@@ -233,7 +257,9 @@ def _launch_forward(
             QUANT_MIN=format.quant_min,
             QUANT_MAX=format.quant_max,
             MANTISSA=format.mantissa_bits if isinstance(format, FloatFormat) else -1,
-            SMALLEST=(format.min_exponent + 127) << 23 if isinstance(format, FloatFormat) else 0,
+            SMALLEST=(format.min_exponent + 127) << 23
+            if isinstance(format, FloatFormat)
+            else 0,
             HAS_SCALE=scales is not None,
             WITH_MASK=mask is not None,
             BLOCK_R=block_r,
@@ -251,7 +277,9 @@ def mask_gradient(grad: Tensor, mask: Tensor) -> Tensor:
     if grad.numel():
         with _on(grad.device):
             grid = (triton.cdiv(grad.numel(), _BLOCK),)
-            _backward[grid](grad, mask, out, grad.numel(), BLOCK=_BLOCK, enable_fp_fusion=False)
+            _backward[grid](
+                grad, mask, out, grad.numel(), BLOCK=_BLOCK, enable_fp_fusion=False
+            )
     return out
 
 

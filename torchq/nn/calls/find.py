@@ -94,7 +94,9 @@ class Seen:
     written_weights: Set[int] = frozenset()
 
 
-_CHANGES = "its forward multiplies by one weight at one time and by another one at another"
+_CHANGES = (
+    "its forward multiplies by one weight at one time and by another one at another"
+)
 
 
 class _Recorder(TorchFunctionMode):
@@ -106,14 +108,22 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self._overwrites = overwrites
         self.found: dict[int, FoundCalls] = {}
-        self._routes = routes  # By id of modules whose source tells the places of calls.
+        self._routes = (
+            routes  # By id of modules whose source tells the places of calls.
+        )
         self._stack: list[nn.Module] = []
         self._parameters = {id(p) for p in root.parameters()}
-        self.written: set[int] = set()  # Ids of modules whose weight is not the one before the run.
-        self._weights_before = {id(module): _weight_of(module) for module in root.modules()}
+        self.written: set[int] = (
+            set()
+        )  # Ids of modules whose weight is not the one before the run.
+        self._weights_before = {
+            id(module): _weight_of(module) for module in root.modules()
+        }
         self.read: set[int] = set()  # Ids of parameters that a function of torch got.
         self._data: set[int] = set()
-        self._weights: dict[int, frozenset[int]] = {}  # Tensor -> the parameters it depends on.
+        self._weights: dict[
+            int, frozenset[int]
+        ] = {}  # Tensor -> the parameters it depends on.
         self._alive: list[Any] = []  # An id is unique only as long as its tensor lives.
         self.returned: list[tuple[Any, nn.Module]] = []
 
@@ -153,7 +163,11 @@ class _Recorder(TorchFunctionMode):
 
     def _origins(self, key: int) -> frozenset[int]:
         """Return the ids of the parameters that a tensor depends on, given its id."""
-        return frozenset([key]) if key in self._parameters else self._weights.get(key, frozenset())
+        return (
+            frozenset([key])
+            if key in self._parameters
+            else self._weights.get(key, frozenset())
+        )
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -184,21 +198,31 @@ class _Recorder(TorchFunctionMode):
         calls = self.found[id(owner)]
         if func is F.multi_head_attention_forward:
             calls.obstacle = WHOLE_ATTENTION
-        site, ndim = (None, 0) if function is None else self._site(owner, function, args, kwargs)
+        site, ndim = (
+            (None, 0) if function is None else self._site(owner, function, args, kwargs)
+        )
         if site is None:
             calls.unreached |= self._unreached(func, function, args, kwargs)
             return
         place = self._routes[id(owner)].current if id(owner) in self._routes else ""
-        if isinstance(owner, fx.GraphModule):  # Its nodes have names, and none is routed.
+        if isinstance(
+            owner, fx.GraphModule
+        ):  # Its nodes have names, and none is routed.
             place = f"node {len(calls.sites)}"
         if not place:
-            use = f"calls {site.kind} with a weight in code whose source does not show it"
+            use = (
+                f"calls {site.kind} with a weight in code whose source does not show it"
+            )
             calls.unreached[site.kind] = use
             return
         calls.add(replace(site, site=place), ndim)
 
     def _unreached(
-        self, func: Any, function: Operator | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        func: Any,
+        function: Operator | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> dict[str, str]:
         """Return the name of a function that gets a weight in a call without a site -> a clause."""
         if func in (F.embedding, F.embedding_bag):
@@ -209,17 +233,27 @@ class _Recorder(TorchFunctionMode):
         if row and "product" in row.effects and self._is_with_weight((args, kwargs)):
             name = row.name
             return {name: f"multiplies by a weight in {name}"}
-        if type(func).__module__ == "torch._ops" and self._is_with_weight((args, kwargs)):
-            return {str(func): f"hands a weight to {func}"}  # such as torchvision.deform_conv2d
+        if type(func).__module__ == "torch._ops" and self._is_with_weight(
+            (args, kwargs)
+        ):
+            return {
+                str(func): f"hands a weight to {func}"
+            }  # such as torchvision.deform_conv2d
         if any(tensor.is_complex() for tensor in tensors_in((args, kwargs))):
             name = "a product" if function is None else function.word
             is_weighted = self._is_with_weight((args, kwargs))
-            return {name: f"multiplies complex numbers in {name}"} if is_weighted else {}
+            return (
+                {name: f"multiplies complex numbers in {name}"} if is_weighted else {}
+            )
         if function is None or function.symmetric or function.word == "attention":
             return {}  # A matmul of two tensors that are no parameters need not have a weight.
         if id(operand(args, kwargs, function.right)) in self._data:
-            return {function.word: f"computes the weight of {function.word} from its input"}
-        return {function.word: f"calls {function.word} with a weight that is no parameter"}
+            return {
+                function.word: f"computes the weight of {function.word} from its input"
+            }
+        return {
+            function.word: f"calls {function.word} with a weight that is no parameter"
+        }
 
     def _is_with_weight(self, arguments: Any) -> bool:
         """Return True if both data and a weight of several dimensions are among arguments."""
@@ -228,7 +262,11 @@ class _Recorder(TorchFunctionMode):
         return bool(weights) and any(id(t) in self._data for t in tensors)
 
     def _site(
-        self, owner: nn.Module, function: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        owner: nn.Module,
+        function: Operator,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> tuple[CallSite | None, int]:
         if function.word == "attention":
             return CallSite("attention"), 0
@@ -242,7 +280,9 @@ class _Recorder(TorchFunctionMode):
             if id(weight) in self._parameters:
                 path = next((n for n, p in owner.named_parameters() if p is weight), "")
                 if path:
-                    return CallSite(function.word, path, weight_is_left=is_left), weight.dim()
+                    return CallSite(
+                        function.word, path, weight_is_left=is_left
+                    ), weight.dim()
             if origins := self._origins(id(weight)):
                 self.found[id(owner)].sources |= origins
                 return CallSite(function.word, weight_is_left=is_left), weight.dim()
@@ -251,7 +291,9 @@ class _Recorder(TorchFunctionMode):
 
 def find_calls(model: nn.Module, example: Any) -> Seen:
     """Run ``model`` once on an example and return what its modules called."""
-    modules = [m for m in model.modules() if not isinstance(m, (QuantModule, TensorQuantizer))]
+    modules = [
+        m for m in model.modules() if not isinstance(m, (QuantModule, TensorQuantizer))
+    ]
     overwrites = Overwrites()
     call = prepared_call(model, example)
     with untouched(model), recording_operators(modules, overwrites) as routes:
@@ -263,11 +305,15 @@ def find_calls(model: nn.Module, example: Any) -> Seen:
         if calls is not None and id(module) in routes:
             calls.note_unseen(module, routes[id(module)].places)
         if calls is not None and _hides_weight(module, recorder.read):
-            calls.unreached["weight"] = "hands its weight to an operator that is none of torch's"
+            calls.unreached["weight"] = (
+                "hands its weight to an operator that is none of torch's"
+            )
     visits = {key: route.visits for key, route in routes.items() if route.visits}
     owners = {id(route): key for key, route in routes.items()}
     overwritten = {(owners.get(key, key), name) for key, name in overwrites.read_again}
-    return Seen(recorder.found, visits, recorder.returned, overwritten, recorder.written)
+    return Seen(
+        recorder.found, visits, recorder.returned, overwritten, recorder.written
+    )
 
 
 def _weight_of(module: nn.Module) -> tuple[int, int, int] | None:
@@ -297,5 +343,7 @@ def weighted_calls(module: nn.Module) -> Iterator[CallSite]:
         for path in (site.right, site.left) if row.symmetric else (site.right,):
             if row.layer and path in parameters:
                 is_left = row.symmetric and path == site.left
-                yield CallSite(row.word, path, weight_is_left=is_left, site=MARK + site.name)
+                yield CallSite(
+                    row.word, path, weight_is_left=is_left, site=MARK + site.name
+                )
                 break

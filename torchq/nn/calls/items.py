@@ -50,7 +50,11 @@ def _of_key(self: Any, key: str) -> nn.Module:
 
 def _of_list(self: Any, index: Any) -> Any:
     members = list(_children(self).values())
-    return self.float_class(members[index]) if isinstance(index, slice) else members[_whole(index)]
+    return (
+        self.float_class(members[index])
+        if isinstance(index, slice)
+        else members[_whole(index)]
+    )
 
 
 def _of_sequence(self: Any, index: Any) -> Any:
@@ -82,6 +86,12 @@ _METHODS: dict[type[nn.Module], dict[str, Callable[..., Any]]] = {
 
 def items_of_authors(cls: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     """Return the methods that a routed class below ``cls`` needs; those of the user's own stay."""
-    base = next((container for container in _METHODS if issubclass(cls, container)), None)
+    base = next(
+        (container for container in _METHODS if issubclass(cls, container)), None
+    )
     methods = {} if base is None else _METHODS[base]
-    return {name: m for name, m in methods.items() if getattr(cls, name) is getattr(base, name)}
+    return {
+        name: m
+        for name, m in methods.items()
+        if getattr(cls, name) is getattr(base, name)
+    }

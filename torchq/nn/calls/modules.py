@@ -49,7 +49,12 @@ from torchq.nn.calls.routes import (
     with_operands,
 )
 from torchq.nn.convert import QuantModule, change_class, class_below, unchanged_on_error
-from torchq.nn.modules.operators import Call, ScaledDotProductAttention, Tap, function_of
+from torchq.nn.modules.operators import (
+    Call,
+    ScaledDotProductAttention,
+    Tap,
+    function_of,
+)
 from torchq.nn.tensor_quantizer import TensorQuantizer
 from torchq.utils import qualified_name
 
@@ -121,10 +126,17 @@ class Routes:
 
     planned: Mapping[str, str | CallSite] = field(init=False, default_factory=dict)
     watched: frozenset[str] = field(init=False, default=frozenset())
-    _last: Mapping[str, tuple[int, ...] | None] = field(init=False, default_factory=dict)
+    _last: Mapping[str, tuple[int, ...] | None] = field(
+        init=False, default_factory=dict
+    )
 
     def run(
-        self, owner: nn.Module, name: str, function: Any, args: tuple[Any, ...], kwargs: Any
+        self,
+        owner: nn.Module,
+        name: str,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: Any,
     ) -> Any:
         """Carry out the function or method at a site, with the child that stands for it."""
         planned = self.planned.get(name)
@@ -145,14 +157,20 @@ class Routes:
             return result.to(args[0].dtype)
         return result
 
-    def _check_unplanned(self, owner: Any, name: str, function: Any, args: tuple[Any, ...]) -> None:
+    def _check_unplanned(
+        self, owner: Any, name: str, function: Any, args: tuple[Any, ...]
+    ) -> None:
         """Raise QuantizationError for a call with a weight that nothing was planned for."""
         place = place_of(name)
         row = product_of(function, args)
         if row is None or row.word == "attention" or place not in self._last:
             return
         last = self._last[place]
-        if last is None and row.symmetric and not any(isinstance(a, nn.Parameter) for a in args):
+        if (
+            last is None
+            and row.symmetric
+            and not any(isinstance(a, nn.Parameter) for a in args)
+        ):
             return  # A product of two inputs, as far as anyone can tell.
         if last is None or visits_of(name) > last:
             where = qualified_name(type(owner).float_class)
@@ -165,24 +183,39 @@ class Routes:
 
     def children(self, owner: nn.Module) -> dict[str, nn.Module]:
         """Return the children that the author of the module gave it, by name."""
-        hidden = {*self.added(owner), *(f"{slot}_quantizer" for slot in type(owner).slots())}  # type: ignore[attr-defined]
-        return {name: child for name, child in owner.named_children() if name not in hidden}
+        hidden = {
+            *self.added(owner),
+            *(f"{slot}_quantizer" for slot in type(owner).slots()),  # type: ignore[attr-defined]
+        }
+        return {
+            name: child for name, child in owner.named_children() if name not in hidden
+        }
 
     def added(self, owner: nn.Module) -> list[str]:
         """Return the names of the children that the author of the module did not give it."""
-        holders = [call.holder for call in self.calls if call.holder and not call.is_unseen]
+        holders = [
+            call.holder for call in self.calls if call.holder and not call.is_unseen
+        ]
         stand_ins = (Call, ComputedCall, ScaledDotProductAttention)
-        new = [name for name in holders if isinstance(owner.get_submodule(name), stand_ins)]
+        new = [
+            name for name in holders if isinstance(owner.get_submodule(name), stand_ins)
+        ]
         return list(dict.fromkeys((*self.replacements.values(), *new)))
 
 
 def _run_call(
-    owner: nn.Module, call: CallSite, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    owner: nn.Module,
+    call: CallSite,
+    function: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     """Make a call with a weight on the operands that the quantizers of its holder give."""
     holder: Any = owner
     for name in call.holder.split(".") if call.holder else ():
-        holder = getattr(holder, name)  # the Dynamo of torch 2.9 follows no get_submodule
+        holder = getattr(
+            holder, name
+        )  # the Dynamo of torch 2.9 follows no get_submodule
     if call.kind == "attention":
         return holder(*args, **kwargs)
     if isinstance(holder, ComputedCall):
@@ -191,7 +224,9 @@ def _run_call(
             return holder(*operands)
         holder = holder.simulated
     row = product_of(function, args)
-    if row is None or not isinstance(holder, QuantModule):  # It was left float, or is again.
+    if row is None or not isinstance(
+        holder, QuantModule
+    ):  # It was left float, or is again.
         return carry_out(function, args, kwargs)
     input, weight = row.left, row.right
     if call.weight_is_left:
@@ -265,11 +300,15 @@ class RoutedModule(OperatorOwner):
         return _blank, arguments, *reduced[2:]
 
 
-def _are_tensors(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def _are_tensors(
+    function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> bool:
     """Return False where a call has a number in the place of a tensor, or another form."""
     row = operator_of(function)
     operands = None if row is None else row.operands(args, kwargs)
-    return operands is not None and all(isinstance(o, (Tensor, fx.Proxy)) for o in operands)
+    return operands is not None and all(
+        isinstance(o, (Tensor, fx.Proxy)) for o in operands
+    )
 
 
 def _is_assigning(function: Any) -> bool:
@@ -302,11 +341,15 @@ def forward_digest(module: nn.Module) -> str:
         return digest
     if isinstance(module, fx.GraphModule):
         return graph_digest(module.graph)
-    return (module.reading if isinstance(module, RoutedModule) else rewritten(type(module))).digest
+    return (
+        module.reading if isinstance(module, RoutedModule) else rewritten(type(module))
+    ).digest
 
 
 @cache
-def _routed_class(cls: type[Any], found: Rewritten, is_container: bool) -> type[RoutedModule]:
+def _routed_class(
+    cls: type[Any], found: Rewritten, is_container: bool
+) -> type[RoutedModule]:
     """Return the class of routed modules: one for each forward, so types of copies agree."""
     if found.forward is None:
         raise QuantizationError(
@@ -423,19 +466,26 @@ def route_(
         return replace_nodes_(module, operators)
     reading = rewritten(cls)
     twin = _routed_class(cls, reading, not has_own)  # type: ignore[arg-type]
-    for name, word in ({call.site: call.kind for call in calls} | dict.fromkeys(operators)).items():
+    for name, word in (
+        {call.site: call.kind for call in calls} | dict.fromkeys(operators)
+    ).items():
         _check_site(cls, name, word, reading.sites)
     routed: Any = module
     with unchanged_on_error(module):
         _add_holders(module, planned)
         change_class(module, twin)
         routed.torchq_routes = Routes(tuple(calls), dict(operators))
-        routed.attach_quantizers(**({"input": input, "weight": weight} if has_own else {}))
+        routed.attach_quantizers(
+            **({"input": input, "weight": weight} if has_own else {})
+        )
     return module
 
 
 def _check_routable(
-    module: nn.Module, operators: Mapping[str, str], calls: Sequence[CallSite], has_own: bool
+    module: nn.Module,
+    operators: Mapping[str, str],
+    calls: Sequence[CallSite],
+    has_own: bool,
 ) -> None:
     """Raise QuantizationError if :func:`route_` cannot convert the module."""
     where = qualified_name(type(module))
@@ -454,7 +504,9 @@ def _check_routable(
             "a holder for each"
         )
     if has_own and hasattr(module, "input_quantizer"):
-        raise QuantizationError(f"{where}: has quantizers already; expected a float module")
+        raise QuantizationError(
+            f"{where}: has quantizers already; expected a float module"
+        )
     for child in operators.values():
         if not child.isidentifier():
             raise QuantizationError(
@@ -468,7 +520,9 @@ def _check_paths(module: nn.Module, site: CallSite) -> None:
     name = qualified_name(type(module))
     parent, _, leaf = site.weight.rpartition(".")
     try:
-        if site.weight and leaf not in dict(module.get_submodule(parent).named_parameters()):
+        if site.weight and leaf not in dict(
+            module.get_submodule(parent).named_parameters()
+        ):
             raise AttributeError(f"it has no parameter {site.weight}")
         if "." in site.holder or hasattr(module, site.holder):
             module.get_submodule(site.holder)
@@ -493,7 +547,10 @@ def _check_site(
 ) -> None:
     """Raise QuantizationError if the code has no such operator, or no call of such a function."""
     word_by_place = {MARK + s.name: OPERATORS[s.operator].word for s in sites}
-    if place_of(name) not in word_by_place or word not in (None, word_by_place[place_of(name)]):
+    if place_of(name) not in word_by_place or word not in (
+        None,
+        word_by_place[place_of(name)],
+    ):
         what = "operator" if word is None else f"call of {word} at"
         raise QuantizationError(
             f"{qualified_name(cls)}: its forward has no {what} {name}; "
@@ -556,7 +613,9 @@ def _unpickled(
     return module
 
 
-def replace_nodes_(module: fx.GraphModule, replacements: Mapping[str, str]) -> fx.GraphModule:
+def replace_nodes_(
+    module: fx.GraphModule, replacements: Mapping[str, str]
+) -> fx.GraphModule:
     """Make nodes of the module's graph call its children, in place, and return the module."""
     # A copy is changed, so that an error further on leaves the module with the graph that it had.
     graph = copy.deepcopy(module.graph)
@@ -571,7 +630,9 @@ def replace_nodes_(module: fx.GraphModule, replacements: Mapping[str, str]) -> f
                 "that was quantized"
             )
         node = nodes[name]
-        if isinstance(module.get_submodule(child), Tap):  # It gets the first operand of the node.
+        if isinstance(
+            module.get_submodule(child), Tap
+        ):  # It gets the first operand of the node.
             with graph.inserting_before(node):
                 first = graph.call_module(child, (node.args[0],))
             node.args = (first, *node.args[1:])

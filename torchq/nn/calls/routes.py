@@ -52,7 +52,9 @@ class Recorder:
         self.current = ""
         self.overwrites = overwrites
 
-    def run(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Carry out a function or method and note it."""
         self.places.add(place_of(name))
         self.current = name
@@ -124,11 +126,15 @@ class Route:
         """Carry out ``operator.<name>(first, second)``, or call the child for it."""
         return self._run(site, getattr(operator, name), (first, second), {})
 
-    def call(self, site: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def call(
+        self, site: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
         """Carry out ``function(*args, **kwargs)``, or call the child for it."""
         return self._run(site, function, args, kwargs)
 
-    def method(self, site: str, name: str, owner: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def method(
+        self, site: str, name: str, owner: Any, /, *args: Any, **kwargs: Any
+    ) -> Any:
         """Carry out ``owner.<name>(*args, **kwargs)``, or call the child for it."""
         return self._run(site, name, (owner, *args), kwargs)
 
@@ -137,7 +143,9 @@ class Route:
         children = self._routes.children(self._owner)
         return list(children.items() if how == "named_children" else children.values())
 
-    def _run(self, site: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(
+        self, site: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         routes = self._routes
         if routes.recorder is not None:
             return routes.recorder.run(self._name(site), function, args, kwargs)
@@ -156,7 +164,9 @@ class Route:
 
 # --- calls with weights -------------------------------------------------------------------------
 
-_PRODUCTS = {row.word: row for row in map(OPERATORS.__getitem__, OPERATORS) if row.layer}
+_PRODUCTS = {
+    row.word: row for row in map(OPERATORS.__getitem__, OPERATORS) if row.layer
+}
 
 
 @dataclass(frozen=True)
@@ -189,10 +199,16 @@ class CallSite:
         expected = {name: type(value) for name, value in asdict(cls("linear")).items()}
         types = {name: type(value) for name, value in data.items()}
         if types != expected or data["kind"] not in _PRODUCTS:
-            raise ConfigError(f"call site: got {dict(data)}; expected the fields {expected}")
+            raise ConfigError(
+                f"call site: got {dict(data)}; expected the fields {expected}"
+            )
         for path in (data["weight"], data["holder"]):
-            if path and not all(name.isidentifier() or name.isdigit() for name in path.split(".")):
-                raise ConfigError(f"call site: got the path {path!r}; expected names and dots")
+            if path and not all(
+                name.isidentifier() or name.isdigit() for name in path.split(".")
+            ):
+                raise ConfigError(
+                    f"call site: got the path {path!r}; expected names and dots"
+                )
         return cls(**data)
 
 
@@ -211,14 +227,18 @@ def equivalent_class(kind: str) -> type[nn.Module]:
     return layer
 
 
-def operand(args: tuple[Any, ...], kwargs: Mapping[str, Any], place: tuple[int, str]) -> Any:
+def operand(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], place: tuple[int, str]
+) -> Any:
     """Return the argument at a position or under a keyword, or None."""
     position, name = place
     return args[position] if position < len(args) else kwargs.get(name)
 
 
 def with_operands(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], changed: Mapping[tuple[int, str], Any]
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    changed: Mapping[tuple[int, str], Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments with some of them replaced, given by position and keyword."""
     new, named = list(args), dict(kwargs)
@@ -231,7 +251,10 @@ def with_operands(
 
 
 def site_descriptors(
-    site: CallSite, weight_ndim: int, input: QuantDescriptor | None, weight: QuantDescriptor | None
+    site: CallSite,
+    weight_ndim: int,
+    input: QuantDescriptor | None,
+    weight: QuantDescriptor | None,
 ) -> tuple[QuantDescriptor | None, QuantDescriptor | None]:
     """Return the descriptors of a rule for layers, adapted to the layout of a call.
 
@@ -246,7 +269,11 @@ def site_descriptors(
     if outputs == "first":
         return input, weight
     if site.weight_is_left:
-        if input is not None and input.block_size is not None and input.block_axis == -1:
+        if (
+            input is not None
+            and input.block_size is not None
+            and input.block_axis == -1
+        ):
             input = input.replace(block_axis=-2)
         if weight is not None and weight.axis == (0,):
             weight = weight.replace(axis=tuple(range(weight_ndim - 1)))

@@ -83,7 +83,12 @@ class ProjectedAttention(nn.Module):
     The other attributes are those of :class:`torch.nn.MultiheadAttention`.
     """
 
-    products: ClassVar[tuple[str, ...]] = ("query_heads", "key_heads", "value_heads", "softmax")
+    products: ClassVar[tuple[str, ...]] = (
+        "query_heads",
+        "key_heads",
+        "value_heads",
+        "softmax",
+    )
     embed_dim: int
     num_heads: int
     head_dim: int
@@ -169,10 +174,14 @@ class ProjectedAttention(nn.Module):
             if extra is not None:
                 x = torch.cat([x, extra.expand(x.shape[0], -1, -1)], dim=1)
             x = x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
-            result.append(F.pad(x, (0, 0, 0, 1)) if number and self.add_zero_attn else x)
+            result.append(
+                F.pad(x, (0, 0, 0, 1)) if number and self.add_zero_attn else x
+            )
         return tuple(result)
 
-    def _masks(self, attn_mask: Tensor | None, key_padding_mask: Tensor | None) -> Sequence[Tensor]:
+    def _masks(
+        self, attn_mask: Tensor | None, key_padding_mask: Tensor | None
+    ) -> Sequence[Tensor]:
         """Return the masks that are given, so that they broadcast with (N, heads, L, S)."""
         masks = []
         if attn_mask is not None and attn_mask.dim() == 3:
@@ -208,7 +217,9 @@ class ProjectedAttention(nn.Module):
         return excluded.all(-1, keepdim=True)
 
 
-def _product_descriptors(input: QuantDescriptor | None) -> tuple[QuantDescriptor | None, ...]:
+def _product_descriptors(
+    input: QuantDescriptor | None,
+) -> tuple[QuantDescriptor | None, ...]:
     """Return the descriptors of query, transposed key, value and softmax, given one for inputs."""
     if input is None:
         return (None,) * 4
@@ -258,7 +269,9 @@ class QuantScaledDotProductAttention(QuantModule, ScaledDotProductAttention):
         enable_gqa: bool = False,
     ) -> Tensor:
         """Return attention with quantized operands; the arguments are those of the function."""
-        quantizers = tuple(getattr(self, f"{slot}_quantizer") for slot in self.input_slots)
+        quantizers = tuple(
+            getattr(self, f"{slot}_quantizer") for slot in self.input_slots
+        )
         if all(map(is_passive, quantizers)):
             return super().forward(
                 query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
@@ -274,13 +287,17 @@ class QuantScaledDotProductAttention(QuantModule, ScaledDotProductAttention):
             attn_mask = torch.ones(shape, dtype=torch.bool, device=device).tril()
         elif attn_mask is not None:
             is_bool = attn_mask.dtype is torch.bool
-            unattended = _excluded(~attn_mask if is_bool else attn_mask).all(-1, keepdim=True)
+            unattended = _excluded(~attn_mask if is_bool else attn_mask).all(
+                -1, keepdim=True
+            )
         if attn_mask is not None:
             excluded = ~attn_mask if attn_mask.dtype is torch.bool else None
             attn_mask = additive_mask(attn_mask, excluded, query.dtype)
         with constant_while_tracing():
             scale = 1 / math.sqrt(int(query.shape[-1])) if scale is None else scale
-        return attend(quantizers, query, key, value, attn_mask, unattended, dropout_p, scale)[0]
+        return attend(
+            quantizers, query, key, value, attn_mask, unattended, dropout_p, scale
+        )[0]
 
 
 @register(nn.MultiheadAttention)
@@ -322,13 +339,17 @@ class QuantMultiheadAttention(QuantModule, ProjectedAttention, nn.MultiheadAtten
     ) -> dict[str, QuantDescriptor | None]:
         """Return the rule's descriptors; see :func:`attend` for those of the matrix products."""
         products = dict(zip(cls.products, _product_descriptors(input), strict=True))
-        layers = dict.fromkeys(cls.projections, input) | dict.fromkeys(cls.weight_slots, weight)
+        layers = dict.fromkeys(cls.projections, input) | dict.fromkeys(
+            cls.weight_slots, weight
+        )
         return layers | products
 
     def quantized_weights(self) -> Iterator[tuple[TensorQuantizer, Tensor]]:
         """Yield each weight quantizer with its part of the packed projections."""
         quantizers = self._quantizers(self.weight_slots)
-        for quantizer, weight in zip(quantizers, self.projection_weights(), strict=True):
+        for quantizer, weight in zip(
+            quantizers, self.projection_weights(), strict=True
+        ):
             if isinstance(quantizer, TensorQuantizer):
                 yield quantizer, weight
 
@@ -352,17 +373,32 @@ class QuantMultiheadAttention(QuantModule, ProjectedAttention, nn.MultiheadAtten
     ) -> tuple[Tensor, Tensor | None]:
         """Return the result and the attention weights; the arguments are those of torch."""
         passive = all(map(is_passive, self._quantizers(self.slots())))
-        forward = nn.MultiheadAttention.forward if passive else ProjectedAttention.forward
-        masks = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+        forward = (
+            nn.MultiheadAttention.forward if passive else ProjectedAttention.forward
+        )
+        masks = (
+            key_padding_mask,
+            need_weights,
+            attn_mask,
+            average_attn_weights,
+            is_causal,
+        )
         return forward(self, query, key, value, *masks)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
-        biases = (None,) * 3 if self.in_proj_bias is None else _thirds(self.in_proj_bias)
+        biases = (
+            (None,) * 3 if self.in_proj_bias is None else _thirds(self.in_proj_bias)
+        )
         inputs = self._quantizers(self.projections)
         weights = self._quantizers(self.weight_slots)
         # zip ends after three: the output projection comes later.
         rows = zip(
-            (query, key, value), self.projection_weights(), biases, inputs, weights, strict=False
+            (query, key, value),
+            self.projection_weights(),
+            biases,
+            inputs,
+            weights,
+            strict=False,
         )
         return [
             F.linear(of_input(x), of_weight(weight), bias)
@@ -371,7 +407,9 @@ class QuantMultiheadAttention(QuantModule, ProjectedAttention, nn.MultiheadAtten
 
     def _project_out(self, x: Tensor) -> Tensor:
         of_input, of_weight = self._quantizers(("out_input", "out_weight"))
-        return F.linear(of_input(x), of_weight(self.out_proj.weight), self.out_proj.bias)
+        return F.linear(
+            of_input(x), of_weight(self.out_proj.weight), self.out_proj.bias
+        )
 
 
 class _WithoutFusedKernel(QuantModule):

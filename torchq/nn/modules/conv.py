@@ -23,7 +23,9 @@ class _QuantConv(SimulatedProduct, Corrected, OutputScaling, QuantModule):
 
     may_quantize_output = True
 
-    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _conv_forward(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
         convolve = super()._conv_forward  # type: ignore[misc]
         result = integer_product(self, input, convolve)
         if result is None:

@@ -19,7 +19,11 @@ class _Frozen(nn.Module):
 def _frozen(norm: type[nn.Module]) -> type[nn.Module]:
     """Return the frozen class of a norm, under its name in this module, where pickles find it."""
     doc = f":class:`torch.nn.{norm.__name__}` with fixed statistics; see :func:`freeze_norm_`."
-    return type(f"Frozen{norm.__name__}", (_Frozen, norm), {"__doc__": doc, "__module__": __name__})
+    return type(
+        f"Frozen{norm.__name__}",
+        (_Frozen, norm),
+        {"__doc__": doc, "__module__": __name__},
+    )
 
 
 FrozenBatchNorm1d = _frozen(nn.BatchNorm1d)
@@ -28,10 +32,17 @@ FrozenBatchNorm3d = _frozen(nn.BatchNorm3d)
 FrozenSyncBatchNorm = _frozen(nn.SyncBatchNorm)
 _THAWED = {
     frozen: frozen.__bases__[1]
-    for frozen in (FrozenBatchNorm1d, FrozenBatchNorm2d, FrozenBatchNorm3d, FrozenSyncBatchNorm)
+    for frozen in (
+        FrozenBatchNorm1d,
+        FrozenBatchNorm2d,
+        FrozenBatchNorm3d,
+        FrozenSyncBatchNorm,
+    )
 }
 #: Float class -> frozen class; exact types only.
-FROZEN_NORMS: dict[type[nn.Module], type[nn.Module]] = {n: f for f, n in _THAWED.items()}
+FROZEN_NORMS: dict[type[nn.Module], type[nn.Module]] = {
+    n: f for f, n in _THAWED.items()
+}
 
 
 def freeze_norm_(module: nn.Module) -> bool:
@@ -61,7 +72,9 @@ def thawed(cls: type[nn.Module]) -> type[nn.Module]:
     return _THAWED.get(cls, cls)
 
 
-def _change_norm_(module: nn.Module, classes: Mapping[type[nn.Module], type[nn.Module]]) -> bool:
+def _change_norm_(
+    module: nn.Module, classes: Mapping[type[nn.Module], type[nn.Module]]
+) -> bool:
     """Give a norm, or one with a quantized result, the class that a table has for it."""
     cls = classes.get(type(module))
     if isinstance(module, QuantModule):

@@ -64,7 +64,9 @@ class QuantEmbedding(_QuantTable, nn.Embedding):
         """Return the quantized rows of the indices in ``input``."""
         if self.max_norm is not None:
             # This look-up renormalises the table in place.
-            F.embedding(input, self.weight, self.padding_idx, self.max_norm, self.norm_type)
+            F.embedding(
+                input, self.weight, self.padding_idx, self.max_norm, self.norm_type
+            )
         weight = self.weight_quantizer(self.weight)
         options = (None, self.norm_type, self.scale_grad_by_freq, self.sparse)
         return F.embedding(input, weight, self.padding_idx, *options)
@@ -86,8 +88,12 @@ class QuantEmbeddingBag(_QuantTable, nn.EmbeddingBag):
         """Return the reduced quantized rows; the arguments are those of torch."""
         if self.max_norm is not None:
             # This look-up renormalises the table in place.
-            F.embedding(input, self.weight, self.padding_idx, self.max_norm, self.norm_type)
+            F.embedding(
+                input, self.weight, self.padding_idx, self.max_norm, self.norm_type
+            )
         weight = self.weight_quantizer(self.weight)
         options = (self.norm_type, self.scale_grad_by_freq, self.mode, self.sparse)
         ends = (self.include_last_offset, self.padding_idx)
-        return F.embedding_bag(input, weight, offsets, None, *options, per_sample_weights, *ends)
+        return F.embedding_bag(
+            input, weight, offsets, None, *options, per_sample_weights, *ends
+        )

@@ -95,7 +95,14 @@ class ScaledDotProductAttention(nn.Module):
         """Return attention; the arguments are those of the function."""
         attend = F.scaled_dot_product_attention
         return attend(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
         )
 
 
@@ -104,20 +111,26 @@ class Tap(nn.Identity):
 
 
 #: The float modules of this file that rows of :mod:`torchq.graph.operators` name.
-OPERATORS: dict[str, type[nn.Module]] = {name: globals()[name] for name in KINDS.values()}
+OPERATORS: dict[str, type[nn.Module]] = {
+    name: globals()[name] for name in KINDS.values()
+}
 
 
 def function_of(module: nn.Module) -> Callable[..., Any]:
     """Return the function of torch that a module of this file computes, quantized or not."""
     cls = float_class_of(module)
     row = next(row for row in map(ROWS.__getitem__, ROWS) if row.module == cls.__name__)
-    functions = (f for f in row.functions if getattr(f, "__module__", None) != operator.__name__)
+    functions = (
+        f for f in row.functions if getattr(f, "__module__", None) != operator.__name__
+    )
     return cast("Callable[..., Any]", next(functions))
 
 
 def stand_in(cls: type[nn.Module]) -> nn.Module:
     """Return a module that computes what its function does, called with the same arguments."""
-    return Cat(0) if cls is Cat else cls()  # torch.cat has another default than its module.
+    return (
+        Cat(0) if cls is Cat else cls()
+    )  # torch.cat has another default than its module.
 
 
 class QuantBinary(QuantModule):
@@ -131,12 +144,17 @@ class QuantBinary(QuantModule):
     def forward(self, input: Any, other: Any) -> Tensor:
         """Return what the operator gives for the quantized operands."""
         return super().forward(
-            _quantized(self.input_quantizer, input), _quantized(self.other_quantizer, other)
+            _quantized(self.input_quantizer, input),
+            _quantized(self.other_quantizer, other),
         )
 
 
 def _quantized(quantizer: nn.Module, value: Any) -> Any:
-    return quantizer(value) if isinstance(value, Tensor) and value.is_floating_point() else value
+    return (
+        quantizer(value)
+        if isinstance(value, Tensor) and value.is_floating_point()
+        else value
+    )
 
 
 class Call(nn.Module):
@@ -205,7 +223,11 @@ class QuantCat(QuantModule, Cat):
     def quantizer_of(self, index: int) -> nn.Module:
         """Return the quantizer of the tensor at ``index``."""
         is_first = not 0 < index < self.ranges
-        return self.input_quantizer if is_first else self.get_submodule(f"input{index}_quantizer")
+        return (
+            self.input_quantizer
+            if is_first
+            else self.get_submodule(f"input{index}_quantizer")
+        )
 
     def on_convert(self) -> None:
         """Add the quantizers of the tensors behind the first one."""
@@ -223,7 +245,8 @@ class QuantCat(QuantModule, Cat):
             quantizer: nn.Module = nn.Identity()
             if isinstance(self.input_quantizer, TensorQuantizer):
                 quantizer = TensorQuantizer(
-                    self.input_quantizer.given_descriptor, device=self.input_quantizer.amax.device
+                    self.input_quantizer.given_descriptor,
+                    device=self.input_quantizer.amax.device,
                 )
                 quantizer.mode = self.input_quantizer.mode
             self.add_module(f"input{index}_quantizer", quantizer.train(self.training))

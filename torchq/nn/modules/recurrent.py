@@ -15,7 +15,12 @@ from torch.nn.utils.rnn import PackedSequence
 
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import QuantizationError
-from torchq.functional.recurrent import gru_cell, lstm_cell, run_over_steps, step_product
+from torchq.functional.recurrent import (
+    gru_cell,
+    lstm_cell,
+    run_over_steps,
+    step_product,
+)
 from torchq.nn.convert import QuantModule, register
 from torchq.nn.modules.attention import is_passive
 from torchq.nn.tensor_quantizer import TensorQuantizer
@@ -25,7 +30,9 @@ State = tuple[Tensor, ...]
 
 def _permuted(state: State, order: Tensor | None) -> State:
     """Return the rows of a state in another order."""
-    return state if order is None else tuple(part.index_select(1, order) for part in state)
+    return (
+        state if order is None else tuple(part.index_select(1, order) for part in state)
+    )
 
 
 class StepQuantizer:
@@ -33,7 +40,9 @@ class StepQuantizer:
 
     def __init__(self, quantizer: nn.Module) -> None:
         self._quantizer = quantizer
-        self._notes = isinstance(quantizer, TensorQuantizer) and not quantizer.quantizing
+        self._notes = (
+            isinstance(quantizer, TensorQuantizer) and not quantizer.quantizing
+        )
         self._noted: list[Tensor] = []
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -69,7 +78,11 @@ class QuantRecurrent(QuantModule, nn.RNNBase):
     ) -> dict[str, QuantDescriptor | None]:
         """Return the rule's descriptors; the hidden state is signed."""
         is_unsigned = input is not None and input.unsigned is True
-        hidden = input.replace(unsigned=False) if input is not None and is_unsigned else input
+        hidden = (
+            input.replace(unsigned=False)
+            if input is not None and is_unsigned
+            else input
+        )
         inputs = {"input_l0": input, "hidden_l0": hidden}
         return inputs | dict.fromkeys(cls.weight_slots, weight)
 
@@ -88,7 +101,9 @@ class QuantRecurrent(QuantModule, nn.RNNBase):
                 of_end["weight_hh"] = "weight_hh_l0"
                 if self.proj_size:
                     of_end |= {"projected": "hidden_l0", "weight_hr": "weight_hh_l0"}
-                like_by_slot.update({f"{kind}{end}": like for kind, like in of_end.items()})
+                like_by_slot.update(
+                    {f"{kind}{end}": like for kind, like in of_end.items()}
+                )
         return like_by_slot
 
     def attach_quantizers(self, **descriptors: QuantDescriptor | None) -> None:
@@ -133,26 +148,44 @@ class QuantRecurrent(QuantModule, nn.RNNBase):
         x = x.transpose(0, 1) if self.batch_first else x
         steps = x.shape[0]
         if not torch.jit.is_tracing() and steps == 0:
-            raise QuantizationError("input: got a sequence of 0 steps; expected at least one")
+            raise QuantizationError(
+                "input: got a sequence of 0 steps; expected at least one"
+            )
         flat, last = self._run_levels(x.flatten(0, 1), [rows] * steps, state)
         y = flat.view(steps, rows, flat.shape[-1])
         y = y.transpose(0, 1) if self.batch_first else y
         if not is_batched:
-            y, last = y.squeeze(0 if self.batch_first else 1), tuple(p.squeeze(1) for p in last)
+            y, last = (
+                y.squeeze(0 if self.batch_first else 1),
+                tuple(p.squeeze(1) for p in last),
+            )
         return y, self._as_torch(last)
 
     def _given_state(
-        self, input: Tensor, hx: Any, rows: int, is_batched: bool, batch_sizes: Tensor | None
+        self,
+        input: Tensor,
+        hx: Any,
+        rows: int,
+        is_batched: bool,
+        batch_sizes: Tensor | None,
     ) -> State:
         """Return the state to start from, each part (levels * directions, rows, width)."""
         count = self.num_layers * (2 if self.bidirectional else 1)
         if hx is None:
-            widths = (self.proj_size or self.hidden_size, self.hidden_size)[: self.state_parts]
-            initial: State = tuple(input.new_zeros(count, rows, width) for width in widths)
+            widths = (self.proj_size or self.hidden_size, self.hidden_size)[
+                : self.state_parts
+            ]
+            initial: State = tuple(
+                input.new_zeros(count, rows, width) for width in widths
+            )
         else:
             initial = hx if isinstance(hx, tuple) else (hx,)
-            initial = initial if is_batched else tuple(part.unsqueeze(1) for part in initial)
-        if not torch.jit.is_tracing():  # There the check would compare sizes that are tensors.
+            initial = (
+                initial if is_batched else tuple(part.unsqueeze(1) for part in initial)
+            )
+        if (
+            not torch.jit.is_tracing()
+        ):  # There the check would compare sizes that are tensors.
             self.check_forward_args(input, self._as_torch(initial), batch_sizes)
         return initial
 
@@ -160,7 +193,9 @@ class QuantRecurrent(QuantModule, nn.RNNBase):
         """Return a state as torch's layer takes and returns it."""
         return state if self.state_parts > 1 else state[0]
 
-    def _run_levels(self, x: Tensor, sizes: list[int], state: State) -> tuple[Tensor, State]:
+    def _run_levels(
+        self, x: Tensor, sizes: list[int], state: State
+    ) -> tuple[Tensor, State]:
         """Run all levels on a flat, quantized input."""
         ends: list[State] = []
         for level in range(self.num_layers):
@@ -181,7 +216,9 @@ class QuantRecurrent(QuantModule, nn.RNNBase):
         if all(is_passive(q) for end in directions for q in self._step_quantizers(end)):
             return self._run_fused(x, sizes, level_state, directions)
         runs = [
-            self._run_direction(x, sizes, tuple(part[number] for part in level_state), end)
+            self._run_direction(
+                x, sizes, tuple(part[number] for part in level_state), end
+            )
             for number, end in enumerate(directions)
         ]
         outputs = [y for y, _ in runs]
@@ -196,8 +233,12 @@ class QuantRecurrent(QuantModule, nn.RNNBase):
     def _weights(self, end: str) -> tuple[list[Tensor], list[Tensor]]:
         """Return the quantized weights and the biases of a direction."""
         kinds = ("weight_ih", "weight_hh", *(("weight_hr",) if self.proj_size else ()))
-        weights = [self.quantizer(f"{k}{end}")(getattr(self, f"{k}{end}")) for k in kinds]
-        return weights, [getattr(self, f"{k}{end}") for k in ("bias_ih", "bias_hh") if self.bias]
+        weights = [
+            self.quantizer(f"{k}{end}")(getattr(self, f"{k}{end}")) for k in kinds
+        ]
+        return weights, [
+            getattr(self, f"{k}{end}") for k in ("bias_ih", "bias_hh") if self.bias
+        ]
 
     def _run_direction(
         self, x: Tensor, sizes: list[int], state: State, end: str
@@ -230,7 +271,9 @@ class QuantRecurrent(QuantModule, nn.RNNBase):
             y, *last = self._call_kernel(
                 x, torch.tensor(sizes, device="cpu"), hx, kernel_weights, *options
             )
-        ends = [tuple(part[number] for part in last) for number in range(len(directions))]
+        ends = [
+            tuple(part[number] for part in last) for number in range(len(directions))
+        ]
         return y, ends
 
     def _call_kernel(self, *args: Any) -> Any:
@@ -250,7 +293,9 @@ class QuantRecurrent(QuantModule, nn.RNNBase):
         product = step_product(gates, weights[1], sizes)
 
         def cell(step: int, state: State) -> State:
-            output, *memory = self._after_gates(product(step, quantizers[0](state[0])), state)
+            output, *memory = self._after_gates(
+                product(step, quantizers[0](state[0])), state
+            )
             if self.proj_size:
                 output = F.linear(quantizers[1](output), weights[2])
             return output, *memory
@@ -295,12 +340,16 @@ class QuantGRU(QuantRecurrent, nn.GRU):
         inputs = F.linear(x, weights[0], biases[0] if biases else None)
         # The reset gate multiplies this bias, so it belongs to the product of the hidden state.
         bias = biases[1] if biases else inputs.new_zeros(inputs.shape[1])
-        product = step_product(bias.to(inputs.dtype).expand_as(inputs), weights[1], sizes)
+        product = step_product(
+            bias.to(inputs.dtype).expand_as(inputs), weights[1], sizes
+        )
         parts = inputs.split(list(sizes))
 
         def cell(step: int, state: State) -> State:
             (hidden,) = state
-            return (gru_cell(parts[step], product(step, quantizers[0](hidden)), hidden),)
+            return (
+                gru_cell(parts[step], product(step, quantizers[0](hidden)), hidden),
+            )
 
         return cell
 
@@ -311,7 +360,9 @@ class QuantRNN(QuantRecurrent, nn.RNN):
 
     def _call_kernel(self, *args: Any) -> Any:
         """Call torch's RNN with the layer's nonlinearity."""
-        return (torch.rnn_tanh if self.nonlinearity == "tanh" else torch.rnn_relu)(*args)
+        return (torch.rnn_tanh if self.nonlinearity == "tanh" else torch.rnn_relu)(
+            *args
+        )
 
     def _after_gates(self, gates: Tensor, state: State) -> State:
         return (gates.tanh() if self.nonlinearity == "tanh" else gates.relu(),)

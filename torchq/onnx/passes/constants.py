@@ -55,7 +55,9 @@ def lift_constants(model: Model) -> None:
     Before: Any graph.
     After: The only Constant nodes are those whose value is an output of the model.
     """
-    _passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    _passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(
+        model
+    )
 
 
 def fold_slices(model: Model) -> None:
@@ -71,7 +73,9 @@ def fold_slices(model: Model) -> None:
         value = node.inputs[0]
         if node.op_type == "Slice":
             name = node.outputs[0].name
-            value = add_initializer(model.graph, name, evaluate(model, node.outputs[0], [node]))
+            value = add_initializer(
+                model.graph, name, evaluate(model, node.outputs[0], [node])
+            )
         replace_value(node.outputs[0], value)
 
 
@@ -111,7 +115,9 @@ def evaluate(
     if len(nodes) > 1:
         chosen = set(nodes)
         nodes = [node for node in model.graph if node in chosen]
-    constants = {v for node in nodes for v in node.inputs if is_constant(v) and v not in given}
+    constants = {
+        v for node in nodes for v in node.inputs if is_constant(v) and v not in given
+    }
     graph = _helper.make_graph(
         [*map(serde.serialize_node, nodes)],
         "constants",
@@ -120,8 +126,12 @@ def evaluate(
         initializer=[*map(stored_proto, constants)],
     )
     imports = _opsets(model.graph.opset_imports)
-    evaluator = _reference.ReferenceEvaluator(_helper.make_model(graph, opset_imports=imports))
-    (result,) = evaluator.run(None, {v.name: tensor.numpy() for v, tensor in given.items()})
+    evaluator = _reference.ReferenceEvaluator(
+        _helper.make_model(graph, opset_imports=imports)
+    )
+    (result,) = evaluator.run(
+        None, {v.name: tensor.numpy() for v, tensor in given.items()}
+    )
     # The result may be a number without dimensions, or an expanded view.
     return torch.from_numpy(result.reshape(-1).copy()).reshape(result.shape)
 
@@ -135,22 +145,30 @@ def known_shapes(model: Model, open_names: bool = False) -> dict[str, Shape]:
     """
     type_by_name = _inferred(model)
     # Inference makes up names for dimensions that it does not know.
-    input_dims = [type_by_name[str(value.name)].shape.dim for value in model.graph.inputs]
+    input_dims = [
+        type_by_name[str(value.name)].shape.dim for value in model.graph.inputs
+    ]
     names = {dim.dim_param for dims in input_dims for dim in dims}
     stored = model.graph.initializers.values()
-    shapes: dict[str, Shape] = {value.name: tuple(value.shape.numpy()) for value in stored}
+    shapes: dict[str, Shape] = {
+        value.name: tuple(value.shape.numpy()) for value in stored
+    }
     for name, kind in type_by_name.items():
         if kind.HasField("shape"):
             lengths = (_length(dim) for dim in kind.shape.dim)
             shapes[name] = tuple(
-                n if open_names or isinstance(n, int) or n in names else None for n in lengths
+                n if open_names or isinstance(n, int) or n in names else None
+                for n in lengths
             )
     return shapes
 
 
 def known_types(model: Model) -> dict[str, DataType]:
     """Return the types of the elements of all tensors of the graph, by name of the value."""
-    types = {name: onnx_ir.DataType(kind.elem_type) for name, kind in _inferred(model).items()}
+    types = {
+        name: onnx_ir.DataType(kind.elem_type)
+        for name, kind in _inferred(model).items()
+    }
     return types | {name: data_type(v) for name, v in model.graph.initializers.items()}
 
 
@@ -167,7 +185,8 @@ def _inferred(model: Model) -> dict[str, Any]:
             shape = list(value.const_value.shape.numpy())
             inputs.append(describe(value.name, data_type(value).value, shape))
     outputs = [
-        describe(v.name, 0 if v.dtype is None else v.dtype.value, None) for v in graph.outputs
+        describe(v.name, 0 if v.dtype is None else v.dtype.value, None)
+        for v in graph.outputs
     ]
     slim = _helper.make_model(
         _helper.make_graph([*map(_to_infer, graph)], "shapes", inputs, outputs, small),
@@ -181,7 +200,9 @@ def _inferred(model: Model) -> dict[str, Any]:
 
 
 def _opsets(versions: Mapping[str, int]) -> list[Any]:
-    return [_helper.make_opsetid(domain, version) for domain, version in versions.items()]
+    return [
+        _helper.make_opsetid(domain, version) for domain, version in versions.items()
+    ]
 
 
 def _to_infer(node: Node) -> Any:
@@ -193,7 +214,9 @@ def _to_infer(node: Node) -> Any:
 
 
 def _length(dim: Any) -> int | str | None:
-    return int(dim.dim_value) if dim.HasField("dim_value") else str(dim.dim_param) or None
+    return (
+        int(dim.dim_value) if dim.HasField("dim_value") else str(dim.dim_param) or None
+    )
 
 
 def fold_shapes(model: Model) -> None:
@@ -205,7 +228,9 @@ def fold_shapes(model: Model) -> None:
     has -1 there (or 0, where the length is kept), so a dynamic batch stays dynamic.
     """
     _fold_once(model, {})  # Shape inference follows no arithmetic on indexes.
-    while nodes_of(model, "Shape", "Reshape") and _fold_once(model, known_shapes(model)):
+    while nodes_of(model, "Shape", "Reshape") and _fold_once(
+        model, known_shapes(model)
+    ):
         pass
 
 
@@ -235,7 +260,10 @@ def _is_small_arithmetic(node: Node) -> bool:
         return is_constant(lengths) and int(value_of(lengths).prod()) <= _SMALL
     if node.op_type not in _ARITHMETIC or node.domain:
         return False
-    if node.op_type == "Cast" and onnx_ir.DataType(attribute(node, "to")).name not in _NUMERIC:
+    if (
+        node.op_type == "Cast"
+        and onnx_ir.DataType(attribute(node, "to")).name not in _NUMERIC
+    ):
         return False
     return are_constant(node.inputs) and all(
         data_type(value).name in _NUMERIC and value.const_value.size <= _SMALL
@@ -254,7 +282,9 @@ def _from_shape(model: Model, node: Node, shapes: dict[str, Shape]) -> Tensor | 
     if shape is None:
         return None
     lengths = torch.tensor(
-        [n if isinstance(n, int) else -1 for n in shape], dtype=torch.int64, device="cpu"
+        [n if isinstance(n, int) else -1 for n in shape],
+        dtype=torch.int64,
+        device="cpu",
     )
     if picks:
         lengths = evaluate(model, node.outputs[0], [node], {node.inputs[0]: lengths})

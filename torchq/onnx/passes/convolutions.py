@@ -61,7 +61,9 @@ def _fold_pads(model: Model) -> None:
     The record has under ``folded pads`` what was added in front of each quantizer.
     """
     folded: dict[str, list[int]] = dict(read_record(model).get(_FOLDED, {}))
-    for node in reversed(nodes_of(model, "Pad")):  # Of two in a row, the second one comes first.
+    for node in reversed(
+        nodes_of(model, "Pad")
+    ):  # Of two in a row, the second one comes first.
         pairs, convolutions = _read_by(node.outputs[0])
         dims = min(map(_dims, convolutions), default=0)
         amounts = _zeros_around(node, dims) if dims else None
@@ -76,7 +78,9 @@ def _fold_pads(model: Model) -> None:
             pair.outputs[0].shape = None
             if pair.op_type == "QuantizeLinear":
                 before = folded.get(pair_name(pair), [0] * len(amounts))
-                folded[pair_name(pair)] = [a + b for a, b in zip(before, amounts, strict=True)]
+                folded[pair_name(pair)] = [
+                    a + b for a, b in zip(before, amounts, strict=True)
+                ]
     if folded:
         write_record(model, **{_FOLDED: folded})
 
@@ -103,7 +107,9 @@ def without_pads(x: Tensor, amounts: Amounts) -> Tensor:
 def constant_fill(pad: Node) -> float | None:
     """Return the number that a Pad adds; None where it is not stored, or repeats elements."""
     fill = input_at(pad, 2)
-    if attribute(pad, "mode", "constant") != "constant" or not (fill is None or is_constant(fill)):
+    if attribute(pad, "mode", "constant") != "constant" or not (
+        fill is None or is_constant(fill)
+    ):
         return None
     return float(attribute(pad, "value", 0) if fill is None else value_of(fill).item())
 
@@ -123,7 +129,9 @@ def with_lengths(graph: bytes, shapes: Iterable[tuple[str, Sequence[int]]]) -> b
     shape_by_name = dict(shapes)
     for value in model.graph.inputs:
         if value.name in shape_by_name and value.shape is not None:
-            value.shape = onnx_ir.Shape([*value.shape[:1], *shape_by_name[value.name][1:]])
+            value.shape = onnx_ir.Shape(
+                [*value.shape[:1], *shape_by_name[value.name][1:]]
+            )
     before = len(nodes_of(model, "Pad"))
     run_passes(model, (fold_shapes, fold_pads))
     if len(nodes_of(model, "Pad")) == before:
@@ -172,7 +180,9 @@ def _zeros_around(pad: Node, dims: int) -> Amounts | None:
     chosen = input_at(pad, 3)
     if constant_fill(pad) != 0 or not are_constant([counts, chosen]):
         return None
-    amounts_of_axes = attribute(pad, "pads", ()) if counts is None else value_of(counts).tolist()
+    amounts_of_axes = (
+        attribute(pad, "pads", ()) if counts is None else value_of(counts).tolist()
+    )
     axes = range(dims) if chosen is None else value_of(chosen).tolist()
     if len(amounts_of_axes) != 2 * len(axes):
         return None
@@ -198,7 +208,9 @@ def _dims(convolution: Node) -> int:
 
 
 def _pads(convolution: Node) -> list[int]:
-    return list(attribute(convolution, "pads", ())) or [0] * (2 * (_dims(convolution) - 2))
+    return list(attribute(convolution, "pads", ())) or [0] * (
+        2 * (_dims(convolution) - 2)
+    )
 
 
 _RAISED = "raised scales"
@@ -228,14 +240,18 @@ def _fit_biases(model: Model) -> None:
         if old.scale.numel() not in (1, len(least)):
             continue
         if node.op_type != "Conv" and old.scale.numel() == 1:
-            least = least.max().reshape(1)  # Not every runtime takes several scales here.
+            least = least.max().reshape(
+                1
+            )  # Not every runtime takes several scales here.
         scale = old.scale.double().reshape(-1).expand(len(least))
         channels = (least > scale).nonzero().flatten().tolist()
         if channels:
             new = torch.maximum(least, scale).float()
             _requantize(weight, old, new)
             raised_channels = raised.setdefault(pair_name(weight), {})
-            raised_channels.update({str(channel): float(new[channel]) for channel in channels})
+            raised_channels.update(
+                {str(channel): float(new[channel]) for channel in channels}
+            )
     if raised:
         add_to_record(model, _RAISED, raised)
 
@@ -252,9 +268,13 @@ def _note_raised(model: Model) -> dict[str, str]:
         if scales is None:
             continue
         file_scales = value_of(node.inputs[1]).reshape(-1).tolist()
-        same = [int(key) for key, scale in scales.items() if file_scales[int(key)] == scale]
+        same = [
+            int(key) for key, scale in scales.items() if file_scales[int(key)] == scale
+        ]
         count = node.inputs[0].const_value.shape.numpy()[0]
-        node.meta["raised"] = list(range(count)) if same and len(file_scales) == 1 else same
+        node.meta["raised"] = (
+            list(range(count)) if same and len(file_scales) == 1 else same
+        )
     return {}
 
 
@@ -280,14 +300,18 @@ def _requantize(weight: Node, old: QParams, scale: Tensor) -> None:
     axis = old.axis if old.scale.numel() > 1 else 0
     zero_point = old.zero_point.reshape(-1).expand(len(scale)).contiguous()
     if not old.scale.dim():
-        scale, zero_point = (t.reshape(()) if len(t) == 1 else t for t in (scale, zero_point))
+        scale, zero_point = (
+            t.reshape(()) if len(t) == 1 else t for t in (scale, zero_point)
+        )
     new = QParams(scale, zero_point, old.format, axis)
     values = old.dequantize(old.centered(codes)).double()
     rounded = new.codes(new.scaled(values))
     name = str(weight.name)
     graph = weight.graph
     stored = [rounded.to(codes.dtype), scale.float(), zero_point.to(codes.dtype)]
-    for index, (tensor, what) in enumerate(zip(stored, ("codes", "scales", "zeros"), strict=True)):
+    for index, (tensor, what) in enumerate(
+        zip(stored, ("codes", "scales", "zeros"), strict=True)
+    ):
         if input_at(weight, index) is not None:
             kind = None if index == 1 else dtype
             value = add_initializer(graph, f"{name}/fitted {what}", tensor, kind)

@@ -57,16 +57,22 @@ def keep_integer_matmuls(model: Model) -> None:
     """
     rows: dict[Value, Value] = {}
     for add, index, _ in list(adds_behind_matmuls(model, two_dimensional=False)):
-        add.replace_input_with(index, with_leading_ones(add, add.inputs[index], 1, rows))
+        add.replace_input_with(
+            index, with_leading_ones(add, add.inputs[index], 1, rows)
+        )
     model.graph.sort()
 
 
-def with_leading_ones(add: Node, value: Value, count: int, known: dict[Value, Value]) -> Value:
+def with_leading_ones(
+    add: Node, value: Value, count: int, known: dict[Value, Value]
+) -> Value:
     """Return ``value`` with ``count`` dimensions of length 1 in front; ``known`` is a cache."""
     if value not in known:
         name = f"{value.name}/row"
         if is_constant(value):
-            known[value] = add_initializer(add.graph, name, value_of(value)[(None,) * count])
+            known[value] = add_initializer(
+                add.graph, name, value_of(value)[(None,) * count]
+            )
         else:
             axes = add_numbers(add.graph, f"{name}/axes", range(count))
             node = onnx_ir.node("Unsqueeze", [value, axes], name=name)
@@ -76,7 +82,9 @@ def with_leading_ones(add: Node, value: Value, count: int, known: dict[Value, Va
     return known[value]
 
 
-def adds_behind_matmuls(model: Model, two_dimensional: bool) -> Iterator[tuple[Node, int, int]]:
+def adds_behind_matmuls(
+    model: Model, two_dimensional: bool
+) -> Iterator[tuple[Node, int, int]]:
     """Yield each Add that ONNX Runtime would fuse with a MatMul of a quantized weight to a Gemm.
 
     To two-dimensional products it adds a row or a matrix, to others a row. With each Add come the
@@ -99,7 +107,11 @@ def adds_behind_matmuls(model: Model, two_dimensional: bool) -> Iterator[tuple[N
         other = len(shapes.get(users[0].inputs[index].name, ()))
         if leads_only_to_quantizers(users[0].outputs[0]):
             continue
-        fits = ndim == 2 and other in (1, 2) if two_dimensional else ndim >= 3 and other == 1
+        fits = (
+            ndim == 2 and other in (1, 2)
+            if two_dimensional
+            else ndim >= 3 and other == 1
+        )
         if fits:
             yield users[0], index, other
 

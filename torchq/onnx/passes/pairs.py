@@ -57,7 +57,9 @@ def remove_debug_metadata(model: Model) -> None:
     """
     model.graph.metadata_props.clear()
     for node in model.graph:
-        for key in [key for key in node.metadata_props if not key.endswith(_MODULE_NAMES)]:
+        for key in [
+            key for key in node.metadata_props if not key.endswith(_MODULE_NAMES)
+        ]:
             del node.metadata_props[key]
         node.doc_string = None
         for value in node.outputs:
@@ -116,12 +118,22 @@ def _stored_type(model: Model, node: Node) -> DataType:
     """Return the type to store: 4 bits for a quantizer of 4 bits, where the opset has them."""
     written = element_type(node)
     number_format = (
-        format_by_name(node.meta["format"]) if "format" in node.meta else format_of(written)
+        format_by_name(node.meta["format"])
+        if "format" in node.meta
+        else format_of(written)
     )
-    narrow = number_format.is_integer and number_format.bits <= 4 and format_of(written).bits == 8
+    narrow = (
+        number_format.is_integer
+        and number_format.bits <= 4
+        and format_of(written).bits == 8
+    )
     if not narrow or opset_of(model) < FOUR_BITS:
         return written
-    return onnx_ir.DataType.INT4 if format_of(written).quant_min else onnx_ir.DataType.UINT4
+    return (
+        onnx_ir.DataType.INT4
+        if format_of(written).quant_min
+        else onnx_ir.DataType.UINT4
+    )
 
 
 def _retype_zero_points(node: Node, dtype: DataType) -> None:
@@ -154,7 +166,9 @@ def merge_duplicates(model: Model) -> None:
     merged: dict[str, str] = {}
     first_by_key: dict[tuple[Any, ...], Any] = {}
     for node in nodes_of(model, "QuantizeLinear", "DequantizeLinear"):
-        settings = tuple(sorted((a.name, repr(a.value)) for a in node.attributes.values()))
+        settings = tuple(
+            sorted((a.name, repr(a.value)) for a in node.attributes.values())
+        )
         key = (node.op_type, *node.inputs, settings)
         if key not in first_by_key:
             first_by_key[key] = node
@@ -165,7 +179,11 @@ def merge_duplicates(model: Model) -> None:
     for node in nodes_of(model, "DequantizeLinear"):
         zero_point = input_at(node, 2)
         is_shared = zero_point is not None and len(readers(zero_point)) > 1
-        if is_shared and is_constant(node.inputs[0]) and data_type(zero_point).name == "INT8":
+        if (
+            is_shared
+            and is_constant(node.inputs[0])
+            and data_type(zero_point).name == "INT8"
+        ):
             _own_zero_point(node, data_type(zero_point))
     add_to_record(model, "merged", merged)
 
@@ -199,6 +217,8 @@ def insert_pair(node: Node, parameters: list[Value]) -> None:
     result = node.outputs[0]
     users = list(result.uses())
     codes = add_node(node, "QuantizeLinear", [result, *parameters], f"{name}/codes")
-    value = add_node(codes.producer(), "DequantizeLinear", [codes, *parameters], f"{name}/value")
+    value = add_node(
+        codes.producer(), "DequantizeLinear", [codes, *parameters], f"{name}/value"
+    )
     for user, index in users:
         user.replace_input_with(index, value)

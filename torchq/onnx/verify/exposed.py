@@ -82,7 +82,9 @@ class ExposedFile:
         *,
         optimized: bool,
     ) -> None:
-        codes_by_name = {name: str(node.outputs[0].name) for name, node in nodes.items()}
+        codes_by_name = {
+            name: str(node.outputs[0].name) for name, node in nodes.items()
+        }
         reference = reference_runtime()
         self.dropped: tuple[str, ...] = ()
         self.session = f"the file as it is written in {reference.name}"
@@ -94,7 +96,9 @@ class ExposedFile:
                 saved = load_model(file, check=False)
                 saved_values = set(_values(saved))
                 self.dropped = tuple(
-                    name for name, codes in codes_by_name.items() if codes not in saved_values
+                    name
+                    for name, codes in codes_by_name.items()
+                    if codes not in saved_values
                 )
                 if not self.dropped:
                     self.session = f"{OPTIMISED} in {reference.name}{session.settings}"
@@ -116,7 +120,9 @@ class ExposedFile:
                 self.session = f"the file in {other.name}"
             self._run = run or open_session(file, optimize=False).run
 
-    def run(self, feeds: Mapping[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    def run(
+        self, feeds: Mapping[str, Tensor]
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Return the outputs of the file, and the codes of each quantizer in float32."""
         results = self._run(feeds)
         exposed = dict(zip(self._names, results[self._count :], strict=True))
@@ -183,10 +189,14 @@ def behind(value: Value | None, share: float = SHARE) -> Behind:
             share = max(share, MERGED_SHARE)
         elif node.op_type in _APPROXIMATE:
             share = max(share, APPROXIMATE_SHARE)
-        if node.op_type in _LAYERS and any(_is_float_weight(v) for v in node.inputs[1:2]):
+        if node.op_type in _LAYERS and any(
+            _is_float_weight(v) for v in node.inputs[1:2]
+        ):
             share = max(share, APPROXIMATE_SHARE)  # a float kernel
             name = str(node.inputs[1].name)
-            quantizer = name.removesuffix(FLOAT_WEIGHT) if name.endswith(FLOAT_WEIGHT) else ""
+            quantizer = (
+                name.removesuffix(FLOAT_WEIGHT) if name.endswith(FLOAT_WEIGHT) else ""
+            )
             layers[quantizer.removesuffix(".weight_quantizer") or str(node.name)] = None
         new = [v for v in node.inputs if v is not None and v not in visited]
         visited.update(new)

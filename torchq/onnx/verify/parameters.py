@@ -12,7 +12,16 @@ from torchq.formats import IntFormat, integer_format
 from torchq.functional import QParams
 from torchq.functional.onnx_ops import onnx_axis, onnx_type
 from torchq.nn import QuantModule, TensorQuantizer
-from torchq.onnx.ir import Model, Node, Value, computed_by, input_at, is_constant, readers, value_of
+from torchq.onnx.ir import (
+    Model,
+    Node,
+    Value,
+    computed_by,
+    input_at,
+    is_constant,
+    readers,
+    value_of,
+)
 from torchq.onnx.passes.matmuls import TRANSPOSED
 from torchq.onnx.qdq import float_weights, qparams_of, weight_nodes
 from torchq.onnx.verify.report import LayerAgreement
@@ -26,9 +35,12 @@ def pair_difference(quantizer: TensorQuantizer, quantize: Node) -> str:
     difference = qparams_difference(quantizer.qparams(), qparams_of(quantize))
     for node in readers(quantize.outputs[0]):
         for index, what in ((1, "scale"), (2, "zero point")):
-            if node.op_type == "DequantizeLinear" and not _same_input(quantize, node, index):
+            if node.op_type == "DequantizeLinear" and not _same_input(
+                quantize, node, index
+            ):
                 difference = (
-                    difference or f"QuantizeLinear and DequantizeLinear have different {what}s"
+                    difference
+                    or f"QuantizeLinear and DequantizeLinear have different {what}s"
                 )
     return difference
 
@@ -63,11 +75,19 @@ def qparams_difference(of_model: QParams, of_file: QParams) -> str:
             stored = integer_format(of_file.format.width, unsigned=not stored.signed)
         of_model = replace(of_model, format=stored).stored(of_file.format.signed)
     expected, in_file = (
-        (q.format.name, q.scale.detach().float().reshape(-1).cpu(), q.zero_point.reshape(-1).cpu())
+        (
+            q.format.name,
+            q.scale.detach().float().reshape(-1).cpu(),
+            q.zero_point.reshape(-1).cpu(),
+        )
         for q in (of_model, of_file)
     )
     same_format = expected[0] == in_file[0]
-    if same_format and _same(expected[1], in_file[1]) and _same(*_numbers(expected, in_file)):
+    if (
+        same_format
+        and _same(expected[1], in_file[1])
+        and _same(*_numbers(expected, in_file))
+    ):
         return ""
     return f"the file has {_text(*in_file)}; expected {_text(*expected)}"
 
@@ -85,7 +105,9 @@ def compare_weights(model: nn.Module, graph: Model) -> Iterator[LayerAgreement]:
     """Compare stored weights, their codes or the values of these, and biases with the model's."""
     nodes, floats = weight_nodes(graph), float_weights(graph)
     paths = {id(quantizer): name for name, quantizer in quantizers(model).items()}
-    biases = {name: bias for name, bias in model.named_parameters() if name.endswith("bias")}
+    biases = {
+        name: bias for name, bias in model.named_parameters() if name.endswith("bias")
+    }
     modules = [module for module in model.modules() if isinstance(module, QuantModule)]
     for module in modules:
         for quantizer, weight in module.quantized_weights():
@@ -96,11 +118,15 @@ def compare_weights(model: nn.Module, graph: Model) -> Iterator[LayerAgreement]:
             if name in nodes:
                 yield _compare_codes(name, quantizer, weight.detach(), nodes[name])
             else:
-                dequantized = quantizer.apply_own(weight.detach().float()).detach().cpu()
+                dequantized = (
+                    quantizer.apply_own(weight.detach().float()).detach().cpu()
+                )
                 yield compare_stored(name, dequantized, value_of(value))
             bias = biases.get(name.removesuffix(_WEIGHT) + "bias")
             if bias is not None:
-                yield from _compare_bias(name.removesuffix(_WEIGHT) + "bias", bias, value)
+                yield from _compare_bias(
+                    name.removesuffix(_WEIGHT) + "bias", bias, value
+                )
 
 
 def compare_stored(
@@ -113,7 +139,8 @@ def compare_stored(
     layer = (name.rpartition(".")[0],)
     if expected.shape != in_file.shape:
         shapes = (
-            f"has the shape {tuple(in_file.shape)} in the file; expected {tuple(expected.shape)}"
+            f"has the shape {tuple(in_file.shape)} in the file; "
+            f"expected {tuple(expected.shape)}"
         )
         return LayerAgreement(name, count, 0, 0.0, 0, difference or shapes, layer)
     gap = (in_file.double() - expected.detach().double()).abs()
@@ -145,7 +172,9 @@ def _compare_codes(
         raised_scale = _filled(model_qparams.scale, scales)
         raised_scale[places] = scales[places]
         model_qparams = replace(
-            model_qparams, scale=raised_scale, zero_point=_filled(model_qparams.zero_point, scales)
+            model_qparams,
+            scale=raised_scale,
+            zero_point=_filled(model_qparams.zero_point, scales),
         )
     axis, _ = onnx_axis(quantizer.descriptor.granularity, weight.dim())
     difference = qparams_difference(model_qparams, file_qparams)
@@ -180,7 +209,9 @@ def _compare_bias(name: str, bias: Tensor, weight: Value) -> Iterator[LayerAgree
         else:
             continue
         if stored_bias is None:  # Exporters leave out zeros.
-            yield compare_stored(name, bias.detach().cpu(), torch.zeros(bias.shape, device="cpu"))
+            yield compare_stored(
+                name, bias.detach().cpu(), torch.zeros(bias.shape, device="cpu")
+            )
         elif is_constant(stored_bias):
             yield compare_stored(
                 name, bias.detach().cpu(), value_of(stored_bias).reshape(bias.shape)

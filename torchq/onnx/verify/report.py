@@ -97,7 +97,9 @@ class LayerAgreement:
         if self.parameters:
             return f"{self.name}: {self.parameters}"
         what = f"{self.differ} of {self.elements} differ, by up to {self.max_diff:g}"
-        behind = f", computed by {', '.join(self.layers)} or behind" if self.layers else ""
+        behind = (
+            f", computed by {', '.join(self.layers)} or behind" if self.layers else ""
+        )
         return f"{self.name}: {what}{behind}"
 
 
@@ -185,7 +187,9 @@ class VerifyReport:
             lines.append(f"  first of {wrong} that differ: {first.why()}")
             lines.append(f"  next: {self.hint}; print(report.table()) has all rows")
         elif not self.layers and not self.ok:
-            lines.append("  next: export with torchq.export_onnx, whose files name every layer")
+            lines.append(
+                "  next: export with torchq.export_onnx, whose files name every layer"
+            )
         elif not self.ok:
             lines.append(f"  next: {self.hint}")
         return "\n".join(lines)
@@ -193,7 +197,9 @@ class VerifyReport:
     def _head(self) -> Iterator[str]:
         """Yield what the agreement alone does not say: how near to float, and how much is INT8."""
         if self.simulation_db is not None:
-            decibels = f"{self.simulation_db:.1f} dB on the first batch, at the worst output"
+            decibels = (
+                f"{self.simulation_db:.1f} dB on the first batch, at the worst output"
+            )
             yield f"the simulation beside the float model: {decibels}"
         if self.coverage is None:
             return
@@ -205,9 +211,24 @@ class VerifyReport:
 
     def table(self) -> str:
         """Return a row for each scale, weight, bias and quantizer, in the order of the model."""
-        rows = [("what", "elements", "differ", "allowed", "max diff", "parameters", "layers")]
+        rows = [
+            (
+                "what",
+                "elements",
+                "differ",
+                "allowed",
+                "max diff",
+                "parameters",
+                "layers",
+            )
+        ]
         for x in self.layers:
-            figures = (str(x.elements), str(x.differ), str(x.allowed), f"{x.max_diff:g}")
+            figures = (
+                str(x.elements),
+                str(x.differ),
+                str(x.allowed),
+                f"{x.max_diff:g}",
+            )
             rows.append((x.name, *figures, x.parameters, ", ".join(x.layers)))
         return table(rows)
 
@@ -248,7 +269,9 @@ class Output:
         )
 
 
-def add_outputs(outputs: Sequence[Output], expected: list[Tensor], found: list[Tensor]) -> None:
+def add_outputs(
+    outputs: Sequence[Output], expected: list[Tensor], found: list[Tensor]
+) -> None:
     """Add one batch of all outputs, in their order."""
     shapes = [[tuple(t.shape) for t in tensors] for tensors in (expected, found)]
     if shapes[0] != shapes[1]:
@@ -264,7 +287,9 @@ def difference(want: Tensor, got: Tensor) -> Tensor:
     """Return the sizes of differences; equal infinities and NaNs have none, others are infinite."""
     want, got = want.double(), got.double()
     same = (want == got) | (want.isnan() & got.isnan())
-    return torch.where(same, 0.0, (got - want).abs()).nan_to_num(math.inf, posinf=math.inf)
+    return torch.where(same, 0.0, (got - want).abs()).nan_to_num(
+        math.inf, posinf=math.inf
+    )
 
 
 def allowed_gap(want: Tensor, share: float) -> float:
@@ -286,10 +311,17 @@ class Codes:
     """The agreement of one quantizer's codes, or of an output, accumulated over batches."""
 
     def __init__(
-        self, name: str, parameters: str, behind: Behind, dtypes: Mapping[str, torch.dtype]
+        self,
+        name: str,
+        parameters: str,
+        behind: Behind,
+        dtypes: Mapping[str, torch.dtype],
     ) -> None:
         self._fixed = (parameters, behind.layers)
-        computed = {behind.dtype, *(dtypes[layer] for layer in behind.layers if layer in dtypes)}
+        computed = {
+            behind.dtype,
+            *(dtypes[layer] for layer in behind.layers if layer in dtypes),
+        }
         self._half = next((dtype for dtype in computed if dtype in ROUNDING), None)
         self.name = name
         self._elements = 0

@@ -19,7 +19,10 @@ Run = Callable[[Mapping[str, Tensor]], Sequence[Tensor]]
 
 
 def unlike_written(
-    written: Run, feeds: Mapping[str, Tensor], found: Sequence[Tensor], most: float = EQUAL
+    written: Run,
+    feeds: Mapping[str, Tensor],
+    found: Sequence[Tensor],
+    most: float = EQUAL,
 ) -> str:
     """Return how results of a session differ from those of its file, run node by node; or "".
 
@@ -28,7 +31,11 @@ def unlike_written(
     ``most`` is always allowed.
     """
     expected = list(written(feeds))
-    far = [n for n, pair in enumerate(zip(found, expected, strict=True)) if _share(*pair) > most]
+    far = [
+        n
+        for n, pair in enumerate(zip(found, expected, strict=True))
+        if _share(*pair) > most
+    ]
     if not far:
         return ""
     # What lies at a tie falls the other way for one of two opposite changes.
@@ -38,7 +45,9 @@ def unlike_written(
     ]
     for number in far:
         share = _share(found[number], expected[number])
-        allowed = 2 * max(_share(results[number], expected[number]) for results in moved)
+        allowed = 2 * max(
+            _share(results[number], expected[number]) for results in moved
+        )
         if not share <= allowed:
             return (
                 f"result {number} is {-20 * math.log10(share):.1f} dB from that of the file as it "
@@ -68,5 +77,7 @@ def _changed(x: Tensor, share: float) -> Tensor:
     """Return floating-point numbers with a little noise; others as they are."""
     if not x.is_floating_point():
         return x
-    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), device="cpu")
+    noise = torch.randn(
+        x.shape, generator=torch.Generator().manual_seed(0), device="cpu"
+    )
     return (x * (1 + share * noise)).to(x.dtype)

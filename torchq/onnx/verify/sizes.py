@@ -53,7 +53,8 @@ def resized(
         tensor = new.get(id(original), original)
         new[id(original)] = tensor.index_select(dim, _places(tensor, dim))
     changed_args, changed_kwargs = (
-        map_tensors(part, lambda tensor: new.get(id(tensor), tensor)) for part in (args, kwargs)
+        map_tensors(part, lambda tensor: new.get(id(tensor), tensor))
+        for part in (args, kwargs)
     )
     return changed_kwargs or changed_args
 
@@ -83,7 +84,9 @@ class Sizes:
     def run(self, batch: object, compare: Callable[[Any], str]) -> None:
         """Add a verdict for each open length; ``compare`` says what is wrong with a batch."""
         for name, places in self._open.items():
-            lengths = ", ".join(f"dimension {dim} of {input_name}" for input_name, dim in places)
+            lengths = ", ".join(
+                f"dimension {dim} of {input_name}" for input_name, dim in places
+            )
             what = f"another length of {name} ({lengths})"
             self.verdicts.append(self._verdict(what, batch, places, compare))
 

@@ -63,7 +63,13 @@ from torchq.onnx.verify.report import (
 )
 from torchq.onnx.verify.session import EQUAL, EQUAL_BUT_FOR_BIASES, unlike_written
 from torchq.onnx.verify.sizes import Sizes
-from torchq.runtime import RUNTIMES, Runtime, open_session, planned_target, reference_runtime
+from torchq.runtime import (
+    RUNTIMES,
+    Runtime,
+    open_session,
+    planned_target,
+    reference_runtime,
+)
 from torchq.utils import check_batches, evaluating, progress_bar
 from torchq.workflow import quantizers, weight_quantizers
 from torchq.workflow.changed_weights import warn_of_changed_weights
@@ -127,7 +133,9 @@ def verify_onnx(
     """
     check_batches("verify_onnx", batches, num_batches)
     warn_of_changed_weights("verify_onnx", unwrap(model))
-    shown = progress_bar(batches, description="verify", most=num_batches, enabled=progress)
+    shown = progress_bar(
+        batches, description="verify", most=num_batches, enabled=progress
+    )
     return _verified(unwrap(model), Path(path), shown, with_sizes=True)
 
 
@@ -144,7 +152,12 @@ def _verified(
     sizes = Sizes(load_model(path, check=False), model)
     count = 0
     first: Any = None
-    with torch.no_grad(), evaluating(model), folded_corrections(model), ExitStack() as stack:
+    with (
+        torch.no_grad(),
+        evaluating(model),
+        folded_corrections(model),
+        ExitStack() as stack,
+    ):
         for file in comparison.files:
             stack.enter_context(named_calls(model, file.known, file.note))
         for batch in batches:
@@ -174,7 +187,9 @@ def _verified(
 
 def _beside_float(model: nn.Module, batch: Any) -> float | None:
     """Return how near the simulation is to the float model, in dB, at the worst output."""
-    active = [quantizer for quantizer in quantizers(model).values() if quantizer.quantizing]
+    active = [
+        quantizer for quantizer in quantizers(model).values() if quantizer.quantizing
+    ]
     if not active:
         return None
     with torch.no_grad(), evaluating(model):
@@ -198,7 +213,9 @@ class _Comparison:
         self._has_integers = _has_integers(graph)
         # Quantizers that are off, as in torchq.disabled, leave a float model.
         self._quantizes = any(q.quantizing for q in quantizers(model).values())
-        self._session, optimized = _default_session(path, "precision" in read_record(graph))
+        self._session, optimized = _default_session(
+            path, "precision" in read_record(graph)
+        )
         self.files = [_File(model, path, graph, optimized=False)]
         if optimized and self.files[0].is_for_reference:
             as_optimised = _File(model, path, load_model(path), optimized=True)
@@ -222,10 +239,14 @@ class _Comparison:
         add_outputs(self.outputs, _results(self._model, batch), results)
         self._compare(batch, feeds, results)
 
-    def _compare(self, batch: object, feeds: Mapping[str, Tensor], found: list[Tensor]) -> None:
+    def _compare(
+        self, batch: object, feeds: Mapping[str, Tensor], found: list[Tensor]
+    ) -> None:
         if self._written is not None and not self._session_problem:
             most = EQUAL if self.files[0].is_for_reference else EQUAL_BUT_FOR_BIASES
-            self._session_problem = unlike_written(self._written.run, feeds, found, most)
+            self._session_problem = unlike_written(
+                self._written.run, feeds, found, most
+            )
         with named_errors(self._path):
             for file in self.files:
                 file.compare(self._model, batch, feeds)
@@ -244,7 +265,9 @@ class _Comparison:
     def layers(self) -> tuple[LayerAgreement, ...]:
         """Return the layers of the user's session, or those of the file if they are wrong."""
         rows = [file.rows() for file in self.files]
-        return next((some for some in rows if not all(row.ok for row in some)), rows[-1])
+        return next(
+            (some for some in rows if not all(row.ok for row in some)), rows[-1]
+        )
 
     def verdicts(self) -> tuple[Verdict, ...]:
         """Return the verdict on the file, and that on the session of a user."""
@@ -266,11 +289,15 @@ class _Comparison:
         if len(self.files) > 1:
             return Verdict(what, *_agreement(self.files[1].rows()))
         if self._written is None:
-            return Verdict(what, None, "the runtime of the file is not here, or cannot optimise it")
+            return Verdict(
+                what, None, "the runtime of the file is not here, or cannot optimise it"
+            )
         reason = self._session_problem
         if reason and self.dropped:
             names = ", ".join(self.dropped[:3])
-            reason += f"; it has no codes of {names}, whose layers it computes in another way"
+            reason += (
+                f"; it has no codes of {names}, whose layers it computes in another way"
+            )
         return Verdict(what, not reason, reason)
 
 
@@ -296,7 +323,9 @@ def _default_session(path: Path, typed: bool) -> tuple[Any, bool]:
         session = open_session(path, optimize=False)
         if typed:
             return session, False
-        warnings.warn(f"verify_onnx: {error}. Compared without optimisations", stacklevel=3)
+        warnings.warn(
+            f"verify_onnx: {error}. Compared without optimisations", stacklevel=3
+        )
         return session, False
 
 
@@ -322,7 +351,9 @@ def _file_inputs(model: nn.Module, batch: object) -> dict[str, Tensor]:
 class _File:
     """A file beside its model: what it stores, and its codes for one batch after the other."""
 
-    def __init__(self, model: nn.Module, path: Path, graph: Model, *, optimized: bool) -> None:
+    def __init__(
+        self, model: nn.Module, path: Path, graph: Model, *, optimized: bool
+    ) -> None:
         record = read_record(graph)
         self._path = path
         self._optimized = optimized
@@ -334,7 +365,9 @@ class _File:
         in_file = {*weight_nodes(graph), *float_weights(graph)}
         off = _off_in_the_model(model, (*stored, *in_file))
         self._faults |= dict.fromkeys(off, "is off in the model")
-        nodes = {name: node for name, node in stored.items() if path_of(name) in self.known}
+        nodes = {
+            name: node for name, node in stored.items() if path_of(name) in self.known
+        }
         self._pads = {name: node.meta.get("pads", ()) for name, node in nodes.items()}
         self._qparams = {name: qparams_of(node) for name, node in nodes.items()}
         self._merged = dict(record.get("merged", {}))
@@ -343,10 +376,14 @@ class _File:
         with rounded_biases(model):
             self._stored = [*compare_weights(model, graph)]
         weights = model.named_parameters(remove_duplicate=False)
-        dtypes = {name.removesuffix(".weight"): weight.dtype for name, weight in weights}
+        dtypes = {
+            name.removesuffix(".weight"): weight.dtype for name, weight in weights
+        }
         places = {name: name for name in nodes}
         # Each place of the model counts for itself.
-        places |= {name: other for name, other in self._merged.items() if other in nodes}
+        places |= {
+            name: other for name, other in self._merged.items() if other in nodes
+        }
         self._codes = {
             name: Codes(
                 name,
@@ -368,7 +405,11 @@ class _File:
 
     def usual_run(self) -> Callable[[Mapping[str, Tensor]], list[Tensor]] | None:
         """Return the file in the other runtime that it is for; None where that is not here."""
-        return self._runtime.opened(self._path) if self.is_for_another and self._runtime else None
+        return (
+            self._runtime.opened(self._path)
+            if self.is_for_another and self._runtime
+            else None
+        )
 
     @property
     def is_for_reference(self) -> bool:
@@ -384,10 +425,15 @@ class _File:
         """Return what computes a value; layers that the plan knows in float have their share."""
         behind_value = behind(value, self._share())
         modules = dict(model.named_modules())
-        forms = {name: getattr(module, "bias_format", "int32") for name, module in modules.items()}
+        forms = {
+            name: getattr(module, "bias_format", "int32")
+            for name, module in modules.items()
+        }
         plans = any(getattr(module, "bias_format", "") for module in modules.values())
         if plans and not all(forms.get(name, "int32") for name in behind_value.layers):
-            behind_value = replace(behind_value, share=max(behind_value.share, APPROXIMATE_SHARE))
+            behind_value = replace(
+                behind_value, share=max(behind_value.share, APPROXIMATE_SHARE)
+            )
         # What a strongly typed file is given is float32.
         is_given = value is not None and value.producer() is None
         return behind_value if is_given else self._in_file_type(behind_value)
@@ -405,7 +451,9 @@ class _File:
         # A file as it is written has float kernels, in the reference too.
         return APPROXIMATE_SHARE if few or not self._optimized else SHARE
 
-    def compare(self, model: nn.Module, batch: object, feeds: Mapping[str, Tensor]) -> None:
+    def compare(
+        self, model: nn.Module, batch: object, feeds: Mapping[str, Tensor]
+    ) -> None:
         """Compare the codes of one batch, and the outputs behind the last of them."""
         if not self._named:
             return
@@ -423,7 +471,9 @@ class _File:
         for row, want, got in zip(self._outputs, expected, outputs, strict=True):
             row.add_output(want, got)
 
-    def note(self, name: str, quantizer: TensorQuantizer, x: Tensor, out: Tensor) -> Tensor:
+    def note(
+        self, name: str, quantizer: TensorQuantizer, x: Tensor, out: Tensor
+    ) -> Tensor:
         """Compare the codes of one call with the file's, and return the values of these."""
         if self._found is None:
             return out
@@ -456,7 +506,10 @@ class _File:
         if not self._named:
             return ()
         rows = [*self._stored, *(codes.result() for codes in self._codes.values())]
-        rows += [LayerAgreement(name, 0, 0, 0, 0, fault) for name, fault in self._faults.items()]
+        rows += [
+            LayerAgreement(name, 0, 0, 0, 0, fault)
+            for name, fault in self._faults.items()
+        ]
         places = {name: place for place, name in enumerate(self._called)}
         for name, place in list(places.items()):  # A bias comes with its weight.
             places.setdefault(f"{name.removesuffix('weight_quantizer')}bias", place)
@@ -488,7 +541,9 @@ def _hint(model: nn.Module, runtime: Runtime | None) -> str:
 
 def _off_in_the_model(model: nn.Module, stored: tuple[str, ...]) -> list[str]:
     """Return the quantizers in a file that are not on in its model."""
-    active = {name for name, quantizer in quantizers(model).items() if quantizer.quantizing}
+    active = {
+        name for name, quantizer in quantizers(model).items() if quantizer.quantizing
+    }
     if not active and stored:
         raise ExportError(
             f"verify_onnx: {type(model).__name__} has no active quantizer, but the file is "

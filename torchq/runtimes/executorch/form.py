@@ -33,13 +33,24 @@ Node: TypeAlias = Any
 #: Operators that move elements, or choose some: their results are on the grid of what they read.
 _MOVING = frozenset(
     [
-        *("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous", "clone"),
+        *(
+            "view",
+            "reshape",
+            "flatten",
+            "unflatten",
+            "squeeze",
+            "unsqueeze",
+            "contiguous",
+            "clone",
+        ),
         *("permute", "transpose", "t", "slice", "select", "cat", "max_pool2d"),
         *("pixel_shuffle", "pixel_unshuffle", "channel_shuffle"),
     ]
 )
 #: Operators that return their input in eval mode.
-_IDLE = frozenset(["dropout", "feature_dropout", "alpha_dropout", "detach", "alias", "lift_fresh"])
+_IDLE = frozenset(
+    ["dropout", "feature_dropout", "alpha_dropout", "detach", "alias", "lift_fresh"]
+)
 #: What kernels compute behind a layer -> its ends, where it does not give them.
 _CLAMPS = {"relu": (0.0, None), "relu6": (0.0, 6.0), "hardtanh": (-1.0, 1.0)}
 _TRANSPOSED = frozenset(["conv_transpose1d", "conv_transpose2d"])
@@ -119,7 +130,10 @@ def _insert(graph: fx.Graph, source: Node, grid: tuple[Any, ...]) -> Node:
     """Return a new pair behind a node; nothing reads it yet."""
     library = torch.ops.quantized_decomposed
     last = source
-    for operator in (library.quantize_per_tensor.default, library.dequantize_per_tensor.default):
+    for operator in (
+        library.quantize_per_tensor.default,
+        library.dequantize_per_tensor.default,
+    ):
         with graph.inserting_after(last):
             new = graph.call_function(operator, (last, *grid))
         new.meta.update({**source.meta, "val": operator(last.meta["val"], *grid)})
@@ -138,7 +152,11 @@ def _is_mean_of_images(node: Node) -> bool:
         return False
     source, dims = node.args
     is_image = len(source.meta["val"].shape) == 4
-    return is_image and isinstance(dims, list) and sorted(dim % 4 for dim in dims) == [2, 3]
+    return (
+        is_image
+        and isinstance(dims, list)
+        and sorted(dim % 4 for dim in dims) == [2, 3]
+    )
 
 
 def keep_dimensions(graph: fx.Graph) -> None:
@@ -302,7 +320,10 @@ def store_float_weights(program: ExportedProgram) -> dict[str, str]:
     """
     of_weights: dict[Node, list[Node]] = {}
     for node in program.graph.nodes:
-        if kind_of(node).startswith("dequantize_per") and node.args[0].op == "placeholder":
+        if (
+            kind_of(node).startswith("dequantize_per")
+            and node.args[0].op == "placeholder"
+        ):
             of_weights.setdefault(node.args[0], []).append(node)
     reason_by_path: dict[str, str] = {}
     for codes, dequantized in of_weights.items():
@@ -331,7 +352,9 @@ def _why_float(layer: Node) -> str:
     if len(readers) == 1 and kind_of(readers[0]) in _CLAMPS:
         readers = list(readers[0].users)
     if len(readers) != 1 or not is_q(readers[0]):
-        named = [kind_of(r) or "the output of the model" for r in readers if not is_q(r)]
+        named = [
+            kind_of(r) or "the output of the model" for r in readers if not is_q(r)
+        ]
         if not named:
             return "its result is quantized with several scales"
         return f"its result is read in float by {', '.join(dict.fromkeys(named))}"
@@ -345,7 +368,9 @@ def _is_quantized(x: Any) -> bool:
     return is_dq(x)
 
 
-def _store_float(program: ExportedProgram, codes: Node, dequantized: Iterable[Node]) -> None:
+def _store_float(
+    program: ExportedProgram, codes: Node, dequantized: Iterable[Node]
+) -> None:
     """Let a stored tensor of codes be one of the values that they stand for."""
     first = next(iter(dequantized))
     tensor = _held(program, codes)
@@ -379,7 +404,9 @@ _HELD = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 def _remove_unread(program: ExportedProgram) -> None:
     """Leave out of a program the stored tensors that nothing reads: float weights, and ranges."""
     signature = program.graph_signature
-    unread = {n.name: n for n in program.graph.nodes if n.op == "placeholder" and not n.users}
+    unread = {
+        n.name: n for n in program.graph.nodes if n.op == "placeholder" and not n.users
+    }
     remaining = []
     for spec in signature.input_specs:
         node = unread.get(getattr(spec.arg, "name", ""))

@@ -77,7 +77,11 @@ class PteReport:
 
 
 def export_pte(
-    model: nn.Module, example: Any, path: str | os.PathLike[str], *, progress: bool = True
+    model: nn.Module,
+    example: Any,
+    path: str | os.PathLike[str],
+    *,
+    progress: bool = True,
 ) -> PteReport:
     """Write a calibrated model as a ``.pte`` file for ExecuTorch, with XNNPACK's kernels.
 
@@ -125,7 +129,9 @@ def check_installed(needed_by: str) -> None:
         )
 
 
-def lowered(program: ExportedProgram, layers: Mapping[str, str]) -> tuple[bytes, PteReport]:
+def lowered(
+    program: ExportedProgram, layers: Mapping[str, str]
+) -> tuple[bytes, PteReport]:
     """Return the bytes of a file, and what computes where.
 
     ``layers`` are those with quantized weights, with the reason why they compute in float.
@@ -157,7 +163,9 @@ def lowered(program: ExportedProgram, layers: Mapping[str, str]) -> tuple[bytes,
     delegates = sum(_is_delegate(node) for node in graph.nodes)
     integer = tuple(path for path, why in layers.items() if not why)
     in_float = {path: why for path, why in layers.items() if why}
-    return data, PteReport(None, len(data), delegates, integer, in_float, outside, shapes)
+    return data, PteReport(
+        None, len(data), delegates, integer, in_float, outside, shapes
+    )
 
 
 def _with_constants_computed(program: ExportedProgram) -> ExportedProgram:
@@ -166,10 +174,17 @@ def _with_constants_computed(program: ExportedProgram) -> ExportedProgram:
     Attention takes slices of one weight, and a linear layer is delegated with a stored one alone.
     Weights stay codes.
     """
-    passes = import_optional("executorch.exir.passes.constant_prop_pass", "executorch", EXTRA)
+    passes = import_optional(
+        "executorch.exir.passes.constant_prop_pass", "executorch", EXTRA
+    )
     library = torch.ops.quantized_decomposed
-    skipped = {library.dequantize_per_tensor.default, library.dequantize_per_channel.default}
-    computed: ExportedProgram = passes.constant_prop_pass(program, custom_skip_targets=skipped)
+    skipped = {
+        library.dequantize_per_tensor.default,
+        library.dequantize_per_channel.default,
+    }
+    computed: ExportedProgram = passes.constant_prop_pass(
+        program, custom_skip_targets=skipped
+    )
     return computed
 
 
@@ -186,7 +201,9 @@ def _outside(graph: fx.Graph) -> dict[str, int]:
             continue
         where = path_of(node)
         name = f"{kind} ({where})" if where else kind
-        if any(kind_of(x).startswith("dequantize_per_") for x in node.all_input_nodes[1:]):
+        if any(
+            kind_of(x).startswith("dequantize_per_") for x in node.all_input_nodes[1:]
+        ):
             raise ExportError(
                 f"{where or node.name}: XNNPACK leaves this quantized {kind} outside, where other "
                 "kernels compute wrong numbers; expected it inside. Leave the layer in float with "

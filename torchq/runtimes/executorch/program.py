@@ -128,20 +128,28 @@ def _problem(quantizer: TensorQuantizer, is_weight: bool) -> str:
         return f"rounds {d.format.rounding}; expected half_even, the one rounding of the runtime"
     if is_weight:
         if not quantizer.qparams().has_zero_point(0) or d.format.quant_max > LARGEST:
-            return f"got weights of {d}; expected signed ones around 0. Use symmetric=True"
+            return (
+                f"got weights of {d}; expected signed ones around 0. Use symmetric=True"
+            )
         return ""
     if d.granularity != PerTensor():
         return f"got {d}; expected one scale for an activation. Use a descriptor without axis"
     if d.format.quant_max - d.format.quant_min != LARGEST - LEAST:
-        return f"got {d}; expected activations of 8 bits, from -128 to 127. Quantize it so"
+        return (
+            f"got {d}; expected activations of 8 bits, from -128 to 127. Quantize it so"
+        )
     return ""
 
 
 @contextmanager
-def _pairs(model: nn.Module, active: dict[str, TensorQuantizer], example: Any) -> Iterator[None]:
+def _pairs(
+    model: nn.Module, active: dict[str, TensorQuantizer], example: Any
+) -> Iterator[None]:
     """Let quantizers call the operators of PT2E inside the ``with`` block."""
     weights = weight_quantizers(model)
-    codes = _weight_codes(model, {p: q for p, q in active.items() if id(q) in weights}, example)
+    codes = _weight_codes(
+        model, {p: q for p, q in active.items() if id(q) in weights}, example
+    )
     try:
         for path, quantizer in active.items():
             if path in codes:
@@ -157,7 +165,9 @@ def _pairs(model: nn.Module, active: dict[str, TensorQuantizer], example: Any) -
             quantizer.delegate = None
 
 
-def _pair(scale: float, zero_point: int, x: Tensor, quantizer: TensorQuantizer) -> Tensor:
+def _pair(
+    scale: float, zero_point: int, x: Tensor, quantizer: TensorQuantizer
+) -> Tensor:
     """Return a tensor quantized by a Q operator and a DQ operator; it is a delegate."""
     grid = (scale, zero_point, LEAST, LARGEST, CODES)
     operators = torch.ops.quantized_decomposed
@@ -173,7 +183,9 @@ def _stored(quantizer: TensorQuantizer, codes: Tensor) -> Delegate:
         return partial(_of_tensor, float(qparams.scale))
     scale = qparams.scale.flatten().to(torch.float32)
     quantizer.register_buffer("stored_scale", scale)
-    quantizer.register_buffer("stored_zero_point", torch.zeros_like(scale, dtype=torch.int64))
+    quantizer.register_buffer(
+        "stored_zero_point", torch.zeros_like(scale, dtype=torch.int64)
+    )
     return partial(_of_channels, qparams.axis % codes.dim())
 
 

@@ -94,7 +94,9 @@ class ExecuTorch(FileEngine):
         """See :meth:`torchq.runtimes.Engine.build`."""
         self.check()
         task.require_no_state(self.label)
-        with progress_stages("deploy", ("lower for executorch",), enabled=task.progress):
+        with progress_stages(
+            "deploy", ("lower for executorch",), enabled=task.progress
+        ):
             model = copy_module(task.model if self.quantized else task.float_model)
             _, structure = flatten(task.outcome)
             tensors = _take_tensors_alone(model, task.example, structure)
@@ -120,8 +122,12 @@ class ExecuTorch(FileEngine):
         lock = threading.Lock()
 
         def run(feeds: Mapping[str, Tensor]) -> list[Tensor]:
-            with lock:  # the program holds the bytes that its method reads, so it has to stay
-                return list(program.load_method("forward").execute(list(feeds.values())))
+            with (
+                lock
+            ):  # the program holds the bytes that its method reads, so it has to stay
+                return list(
+                    program.load_method("forward").execute(list(feeds.values()))
+                )
 
         return run
 
@@ -133,7 +139,9 @@ class ExecuTorch(FileEngine):
         return f"{whole} of {whole + len(report.in_float)} layers run on integers"
 
 
-def _take_tensors_alone(model: nn.Module, example: Any, structure: Structure) -> dict[str, Tensor]:
+def _take_tensors_alone(
+    model: nn.Module, example: Any, structure: Structure
+) -> dict[str, Tensor]:
     """Let a model take the tensors of an example and return tensors; return the former by name.
 
     Other arguments are built in: the runtime has them among its inputs otherwise.
@@ -142,21 +150,31 @@ def _take_tensors_alone(model: nn.Module, example: Any, structure: Structure) ->
     forward = model.forward
     names = [*argument_names(model, len(args)), *kwargs]
     values = dict(zip(names, (*args, *kwargs.values()), strict=True))
-    tensor_by_name = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    tensor_by_name = {
+        name: value for name, value in values.items() if isinstance(value, Tensor)
+    }
 
     def of_tensors(*tensors: Tensor) -> tuple[Tensor, ...]:
-        new = list({**values, **dict(zip(tensor_by_name, tensors, strict=True))}.values())
-        out = forward(*new[: len(args)], **dict(zip(kwargs, new[len(args) :], strict=True)))
+        new = list(
+            {**values, **dict(zip(tensor_by_name, tensors, strict=True))}.values()
+        )
+        out = forward(
+            *new[: len(args)], **dict(zip(kwargs, new[len(args) :], strict=True))
+        )
         return tuple(structure.tensors_of(out))
 
     vars(model)["forward"] = of_tensors
     return tensor_by_name
 
 
-def _interface(task: Task, tensors: Mapping[str, Tensor], structure: Structure) -> GraphInterface:
+def _interface(
+    task: Task, tensors: Mapping[str, Tensor], structure: Structure
+) -> GraphInterface:
     """Return what a file takes and returns: tensors of the shapes of the example alone."""
     parameters, values = example_arguments(task.model, task.example)
-    inputs = tuple(GraphInput(name, t.dtype, tuple(t.shape)) for name, t in tensors.items())
+    inputs = tuple(
+        GraphInput(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()
+    )
     constants = {name: value for name, value in values.items() if name not in tensors}
     signature = CallSignature(class_name(task.model), parameters, inputs, constants)
     return GraphInterface(signature, structure, ())

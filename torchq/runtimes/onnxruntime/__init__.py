@@ -7,7 +7,11 @@ one.
 """
 
 from torchq.runtimes.onnxruntime.engine import SessionEngine
-from torchq.runtimes.onnxruntime.inspect import InspectReport, NodePlacement, inspect_onnx
+from torchq.runtimes.onnxruntime.inspect import (
+    InspectReport,
+    NodePlacement,
+    inspect_onnx,
+)
 from torchq.runtimes.onnxruntime.runtime import OnnxRuntime
 from torchq.runtimes.onnxruntime.session import Session
 

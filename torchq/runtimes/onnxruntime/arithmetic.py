@@ -38,7 +38,9 @@ class OnnxRuntimeArithmetic:
         factor = step / to
         return lambda sums: sums.mul_(factor).round_()
 
-    def float_products(self, step: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    def float_products(
+        self, step: Tensor, bias: Tensor | None
+    ) -> Callable[[Tensor], Tensor]:
         """Return how MatMulIntegerToFloat and Add make values of sums, in place."""
         if bias is None:
             return lambda sums: sums.mul_(step)

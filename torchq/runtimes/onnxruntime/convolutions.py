@@ -94,7 +94,9 @@ merge_groups = Rewrite(_merge_groups, undo=_split_groups)
 
 def _count(groups: int, channels: int) -> int:
     """Return how many groups of ``channels`` channels become one."""
-    counts = [n for n in range(1, groups + 1) if groups % n == 0 and n * channels <= _MOST]
+    counts = [
+        n for n in range(1, groups + 1) if groups % n == 0 and n * channels <= _MOST
+    ]
     enough = [n for n in counts if n * channels >= _LEAST]
     return min(enough, default=max(counts, default=1)) if channels > 1 else 1
 
@@ -141,7 +143,9 @@ def gather_shuffled(model: Model) -> None:
     (N, groups * channels, H, W) -> Slice or Split of the channels.
     After: A Gather for each part that is read.
     """
-    transposes = [node for node in nodes_of(model, "Transpose") if _exchanges_groups(node)]
+    transposes = [
+        node for node in nodes_of(model, "Transpose") if _exchanges_groups(node)
+    ]
     shapes = known_shapes(model, open_names=True) if transposes else {}
     for node in transposes:
         part = _shuffled(node, shapes)
@@ -152,18 +156,26 @@ def gather_shuffled(model: Model) -> None:
             name = f"{value.name}/channels"
             indices = add_initializer(model.graph, name, channels)
             inputs = [source, indices]
-            replace_value(value, add_node(value.producer(), "Gather", inputs, name, {"axis": 1}))
+            replace_value(
+                value, add_node(value.producer(), "Gather", inputs, name, {"axis": 1})
+            )
 
 
 def _exchanges_groups(node: Node) -> bool:
     """Return True for the Transpose between two Reshapes that nothing else reads."""
     behind = readers(node.outputs[0])
     before = node.inputs[0].producer()
-    if list(attribute(node, "perm", ())) != [0, 2, 1, 3, 4] or before is None or len(behind) != 1:
+    if (
+        list(attribute(node, "perm", ())) != [0, 2, 1, 3, 4]
+        or before is None
+        or len(behind) != 1
+    ):
         return False
     if len(readers(before.outputs[0])) != 1 or is_output(before.outputs[0]):
         return False
-    return before.op_type == behind[0].op_type == "Reshape" and not is_output(node.outputs[0])
+    return before.op_type == behind[0].op_type == "Reshape" and not is_output(
+        node.outputs[0]
+    )
 
 
 def _shuffled(node: Node, shapes: dict[str, Shape]) -> _Part | None:
@@ -181,7 +193,11 @@ def _shuffled(node: Node, shapes: dict[str, Shape]) -> _Part | None:
         return None
     if not _equal(middle, (source[0], groups, channels, *source[2:])):
         return None
-    order = torch.arange(groups * channels, device="cpu").reshape(groups, channels).T.reshape(-1)
+    order = (
+        torch.arange(groups * channels, device="cpu")
+        .reshape(groups, channels)
+        .T.reshape(-1)
+    )
     return behind.outputs[0], order
 
 
@@ -189,7 +205,9 @@ def _equal(found: Shape, wanted: Shape) -> bool:
     """Return True if two shapes of as many elements are equal: one length follows from the rest."""
     if len(found) != len(wanted):
         return False
-    return sum(n is None or n != other for n, other in zip(found, wanted, strict=True)) < 2
+    return (
+        sum(n is None or n != other for n, other in zip(found, wanted, strict=True)) < 2
+    )
 
 
 def _read_parts(value: Value, channels: Tensor) -> list[_Part]:
@@ -240,7 +258,11 @@ def convolve_averages(model: Model) -> None:
     shapes = known_shapes(model) if pools else {}
     for node in pools:
         shape = shapes.get(str(node.inputs[0].name), ())
-        if len(shape) == 4 and isinstance(shape[1], int) and _is_regular(node, shape[2:]):
+        if (
+            len(shape) == 4
+            and isinstance(shape[1], int)
+            and _is_regular(node, shape[2:])
+        ):
             replace_value(node.outputs[0], _convolution(node, shape[1]))
         elif attribute(node, "ceil_mode", 0):
             separate(node.inputs[0], node)
@@ -283,9 +305,13 @@ def _convolution(node: Node, channels: int) -> Any:
         "scale": torch.tensor(1 / area, dtype=torch.float32, device="cpu"),
         "zero_point": torch.tensor(0, dtype=torch.int8, device="cpu"),
     }
-    stored = [add_initializer(node.graph, f"{name}/{part}", t) for part, t in parts.items()]
+    stored = [
+        add_initializer(node.graph, f"{name}/{part}", t) for part, t in parts.items()
+    ]
     before = node.inputs[0].producer()
     weight = add_node(before, "DequantizeLinear", stored, f"{name}/DequantizeLinear")
-    pooling_settings = {key: attribute(node, key) for key in _KEPT if key in node.attributes}
+    pooling_settings = {
+        key: attribute(node, key) for key in _KEPT if key in node.attributes
+    }
     settings = {**pooling_settings, "kernel_shape": kernel, "group": channels}
     return add_node(node, "Conv", [node.inputs[0], weight], f"{name}/Conv", settings)

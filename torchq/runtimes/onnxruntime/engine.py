@@ -49,7 +49,9 @@ class SessionEngine(OnnxEngine):
 
         def open_for(shapes: Shapes | None) -> Run:
             graph = read()
-            return self._session(graph if shapes is None else with_lengths(graph, shapes), threads)
+            return self._session(
+                graph if shapes is None else with_lengths(graph, shapes), threads
+            )
 
         return run_by_shape(open_for, fixed_shapes, any_batch=True)
 
@@ -58,7 +60,9 @@ class SessionEngine(OnnxEngine):
         provider = self.execution_provider
         with file_of(graph) as path:
             try:
-                return Session(path, optimize=True, threads=threads, provider=provider).run
+                return Session(
+                    path, optimize=True, threads=threads, provider=provider
+                ).run
             except ExportError as error:
                 raise ExportError(f"deploy: {error}. Use another target") from error
 

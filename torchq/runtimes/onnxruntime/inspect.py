@@ -119,7 +119,10 @@ class InspectReport:
 
     def __str__(self) -> str:
         kinds = Counter(node.kind for node in self.integer)
-        done = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "none"
+        done = (
+            ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+            or "none"
+        )
         lines = [
             f"{self.path}: {len(self.integer)} of {len(self.nodes)} computing nodes run on "
             f"integers: {done}"
@@ -131,7 +134,9 @@ class InspectReport:
                 "in float32"
             )
             if not self.coverage.on_integers and not self.integer:
-                lines.append(f"this file computes in float: {self.coverage.reason or _FLOAT}")
+                lines.append(
+                    f"this file computes in float: {self.coverage.reason or _FLOAT}"
+                )
         if self.norms:
             lines.append(norms_text(self.norms, IN_FLOAT))
         if self.wide:
@@ -185,7 +190,12 @@ def inspect_onnx(path: str | os.PathLike[str]) -> InspectReport:
     written = load_model(path)  # It says what is wrong with a broken file.
     with tempfile.TemporaryDirectory() as folder:
         optimized = Path(folder, "optimized.onnx")
-        Session(os.fspath(path), optimize=True, save_optimized=optimized, exact_products=False)
+        Session(
+            os.fspath(path),
+            optimize=True,
+            save_optimized=optimized,
+            exact_products=False,
+        )
         model = load_model(optimized, check=False)
     with named_errors(path):
         counts = dict(Counter(node.op_type for node in model.graph))
@@ -199,7 +209,9 @@ def inspect_onnx(path: str | os.PathLike[str]) -> InspectReport:
         norms = tuple(layers_in_front_of_norms(written, IN_FLOAT_FOR_NORMS))
         coverage = Coverage.of(written)
         size = (stored_size(written), float_size(written))
-    return InspectReport(os.fspath(path), placements, counts, wide, norms, coverage, size)
+    return InspectReport(
+        os.fspath(path), placements, counts, wide, norms, coverage, size
+    )
 
 
 def _name(node: Node) -> str:
@@ -222,7 +234,9 @@ def _placements(model: Model, place: str) -> list[NodePlacement]:
         if kind.startswith("QLinear") or kind in _INTEGER or moves_codes:
             placements.append(NodePlacement(_name(node), kind, True))
         elif kind in _NO_KERNEL | _HAS_KERNEL and _matters(node, kind, shapes):
-            placements.append(NodePlacement(_name(node), kind, False, _reason(node, kind, place)))
+            placements.append(
+                NodePlacement(_name(node), kind, False, _reason(node, kind, place))
+            )
     return placements
 
 
@@ -251,7 +265,9 @@ def _values_of_shapes(model: Model) -> set[Value]:
     shapes = set(model.graph.initializers.values())
     for node in model.graph:
         inputs = [value for value in node.inputs if value is not None]
-        if node.op_type in ("Shape", "Size") or all(value in shapes for value in inputs):
+        if node.op_type in ("Shape", "Size") or all(
+            value in shapes for value in inputs
+        ):
             shapes.update(node.outputs)
     return shapes
 
@@ -277,14 +293,19 @@ def _reason(node: Node, kind: str, place: str) -> str:
     """
     inputs = [value for value in node.inputs[:2] if value is not None]
     if kind in _NO_KERNEL:
-        wasted = any(_is_dequantized(v) and not is_constant(v.producer().inputs[0]) for v in inputs)
+        wasted = any(
+            _is_dequantized(v) and not is_constant(v.producer().inputs[0])
+            for v in inputs
+        )
         cost = "; the quantizers in front of it only cost time" if wasted else ""
         return f"ONNX Runtime has no integer {kind}{cost}"
     for value in inputs:
         if is_constant(value):
             return f"its weight {value.name} is stored in float"
         if not _is_dequantized(value):
-            return f"input {value.name} is not quantized; put a quantizer there ({place})"
+            return (
+                f"input {value.name} is not quantized; put a quantizer there ({place})"
+            )
     if kind == "Gemm":
         return (
             "ONNX Runtime has no Gemm from integers to float; "
@@ -298,11 +319,17 @@ def _output_reason(node: Node, place: str) -> str:
     value = node.outputs[0]
     activation = node.op_type == "FusedConv"
     users = readers(value)
-    while len(users) == 1 and users[0].op_type in ("Relu", "Clip") and not is_output(value):
+    while (
+        len(users) == 1
+        and users[0].op_type in ("Relu", "Clip")
+        and not is_output(value)
+    ):
         value = users[0].outputs[0]
         activation = True
         users = readers(value)
-    others = sorted({user.op_type for user in users if user.op_type != "QuantizeLinear"})
+    others = sorted(
+        {user.op_type for user in users if user.op_type != "QuantizeLinear"}
+    )
     if is_output(value):
         others.append("the model's output")
     if others or not users:
@@ -315,4 +342,6 @@ def _output_reason(node: Node, place: str) -> str:
             "the codes after its activation are signed; export with target='onnxruntime' for uint8 "
             "there, unless they share a range with a tensor that can be negative"
         )
-    return "ONNX Runtime has no kernel for this combination of types, scales or attributes"
+    return (
+        "ONNX Runtime has no kernel for this combination of types, scales or attributes"
+    )

@@ -54,7 +54,9 @@ def split_gemms(model: Model) -> None:
 def _is_plain(gemm: Node) -> bool:
     """Return True if a Gemm has no factors and does not transpose its first operand."""
     defaults = {"alpha": 1.0, "beta": 1.0, "transA": 0}
-    return all(attribute(gemm, name, default) == default for name, default in defaults.items())
+    return all(
+        attribute(gemm, name, default) == default for name, default in defaults.items()
+    )
 
 
 def _as_matmul_and_add(gemm: Node) -> None:
@@ -71,7 +73,9 @@ def _as_matmul_and_add(gemm: Node) -> None:
         first = add_numbers(gemm.graph, f"{name}/first", [0])
         lifted = add_node(result.producer(), "Unsqueeze", [bias, front], f"{name}/bias")
         total = add_node(lifted.producer(), "Add", [result, lifted], f"{name}/sum")
-        result = add_node(total.producer(), "Squeeze", [total, first], f"{name}/squeezed")
+        result = add_node(
+            total.producer(), "Squeeze", [total, first], f"{name}/squeezed"
+        )
     replace_value(gemm.outputs[0], result)
 
 

@@ -84,7 +84,11 @@ def _is_quantized_anew(node: Node) -> bool:
     folds = False
     result = node.outputs[0]
     while not is_output(result) and (reader := _only_reader_of(result)) is not None:
-        others = [value for value in reader.inputs if value is not None and value is not result]
+        others = [
+            value
+            for value in reader.inputs
+            if value is not None and value is not result
+        ]
         if reader.op_type == "QuantizeLinear":
             return folds
         if reader.op_type in _FOLDED and all(map(is_constant, others)):
@@ -105,7 +109,9 @@ def _quantizers_behind(value: Value) -> list[Node]:
     while len(users) == 1 and users[0].op_type in _MOVES and not is_output(value):
         value = users[0].outputs[0]
         users = readers(value)
-    only = not is_output(value) and all(user.op_type == "QuantizeLinear" for user in users)
+    only = not is_output(value) and all(
+        user.op_type == "QuantizeLinear" for user in users
+    )
     return users if only else []
 
 
@@ -134,14 +140,20 @@ def quantize_reshaped(model: Model) -> None:
             continue
         while reader is not None and _keeps_codes(reader):
             reader = _only_reader(reader)
-        if reader is None or reader.op_type != "QuantizeLinear" or attribute(reader, "axis"):
+        if (
+            reader is None
+            or reader.op_type != "QuantizeLinear"
+            or attribute(reader, "axis")
+        ):
             continue
         insert_pair(last, list(reader.inputs[1:]))
 
 
 def _keeps_codes(node: Node) -> bool:
     """Return True for a node that moves values, or adds zeros to them."""
-    return node.op_type in _RESHAPES or (node.op_type == "Pad" and constant_fill(node) == 0)
+    return node.op_type in _RESHAPES or (
+        node.op_type == "Pad" and constant_fill(node) == 0
+    )
 
 
 def _only_reader(node: Node) -> Node | None:

@@ -7,7 +7,13 @@ from dataclasses import replace
 from torchq.graph import Call
 from torchq.swap.facts import Facts, Value
 from torchq.swap.layers import is_of_class
-from torchq.swap.passes import View, has_effect, is_depthwise, slot_of_range, values_read
+from torchq.swap.passes import (
+    View,
+    has_effect,
+    is_depthwise,
+    slot_of_range,
+    values_read,
+)
 from torchq.swap.plan import FLOAT_INPUT, Decision, Plan
 
 #: Depthwise convolutions of fewer channels are faster in float.
@@ -23,7 +29,12 @@ def narrow_depthwise_in_float(plan: Plan, facts: Facts) -> Plan:
     for d in plan.decisions:
         module = facts.modules.get(d.name)
         is_named = d.by in d.names
-        if not d.reason and is_depthwise(module) and module.groups < _NARROW and not is_named:
+        if (
+            not d.reason
+            and is_depthwise(module)
+            and module.groups < _NARROW
+            and not is_named
+        ):
             reason = f"{plan.target} runs {module.groups} channels faster in float"
             d = replace(d, input=None, weight=None, reason=reason)
         rows.append(d)
@@ -77,14 +88,20 @@ def separate_ranges(plan: Plan, facts: Facts) -> Plan:
         is_cat = not decision.reason and decision.class_name == "Cat" and decision.input
         calls = _calls_of(facts, slot) if is_cat and decision.ranges == 1 else []
         if len({len(call) for call in calls}) == 1:
-            read_elsewhere = any(readers[v.key] - {slot} for call in calls for v in call)
+            read_elsewhere = any(
+                readers[v.key] - {slot} for call in calls for v in call
+            )
             needed = read_elsewhere or any(
-                _leads_to_float(view, c) for c in view.flow.calls if view.path(c) == decision.name
+                _leads_to_float(view, c)
+                for c in view.flow.calls
+                if view.path(c) == decision.name
             )
             if any(_is_mixed(call) or (needed and _differ(call)) for call in calls):
                 decision = replace(decision, ranges=len(calls[0]))
                 if slot in modes:
-                    slots_of_ranges = (slot_of_range(slot, i) for i in range(decision.ranges))
+                    slots_of_ranges = (
+                        slot_of_range(slot, i) for i in range(decision.ranges)
+                    )
                     modes |= dict.fromkeys(slots_of_ranges, modes[slot])
         rows.append(decision)
     return replace(plan, decisions=tuple(rows), modes=modes)

@@ -19,7 +19,9 @@ def check_float_outputs(model: Model) -> Iterator[str]:
     for node in nodes_of(model, "Conv"):
         if not has_quantized_weight(node) or dequantized(node.inputs[0]) is None:
             continue
-        if any(user.op_type == "BatchNormalization" for user in readers(node.outputs[0])):
+        if any(
+            user.op_type == "BatchNormalization" for user in readers(node.outputs[0])
+        ):
             continue  # It is said of these once and for all.
         if _is_grouped(node) or any(map(_is_grouped, _behind_relu(node))):
             continue  # Float is the faster one; see ``quantize_results``.
@@ -38,7 +40,9 @@ def _is_grouped(node: Node) -> bool:
 def _behind_relu(node: Node) -> list[Node]:
     """Return the nodes that read the result of a node, and those behind a ReLU that reads it."""
     users = readers(node.outputs[0])
-    return users + [n for u in users if u.op_type == "Relu" for n in readers(u.outputs[0])]
+    return users + [
+        n for u in users if u.op_type == "Relu" for n in readers(u.outputs[0])
+    ]
 
 
 def check_transposed_convolutions(model: Model) -> Iterator[str]:

@@ -58,7 +58,9 @@ from torchq.swap.passes import quantize_results
 
 _PLACEMENT = Placement(
     # Integer kernels exist between Q/DQ alone, so every tensor between layers needs a pair.
-    operators=frozenset(["add", "mul", "cat", "pool", "matmul", "attention", "activation"]),
+    operators=frozenset(
+        ["add", "mul", "cat", "pool", "matmul", "attention", "activation"]
+    ),
     modules=(MAX_POOLS, AVG_POOLS, *ACTIVATIONS),
 )
 # Unsigned codes include the ReLU in front of them; signed ones would keep it, and the convolution
@@ -108,7 +110,10 @@ class OnnxRuntime(SessionEngine):
 
     name: str = "onnxruntime"
     placement: Placement | None = _PLACEMENT
-    adapting: tuple[PlanPass, ...] = (narrow_depthwise_in_float, transposed_convolutions_in_float)
+    adapting: tuple[PlanPass, ...] = (
+        narrow_depthwise_in_float,
+        transposed_convolutions_in_float,
+    )
     planning: tuple[PlanPass, ...] = (separate_ranges, quantize_results)
     codes: Codes | None = _CODES
     file: FileRules | None = _FILE
@@ -156,6 +161,7 @@ class OnnxRuntime(SessionEngine):
             layers = layers_in_front_of_norms(graph, IN_FLOAT_FOR_NORMS)
             if layers:
                 warnings.warn(
-                    f"deploy: target {self.label!r}: {norms_text(layers, IN_FLOAT)}", stacklevel=3
+                    f"deploy: target {self.label!r}: {norms_text(layers, IN_FLOAT)}",
+                    stacklevel=3,
                 )
         return module

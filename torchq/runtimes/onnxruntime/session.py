@@ -81,7 +81,9 @@ class Session:
         levels = runtime.GraphOptimizationLevel
         level = levels.ORT_ENABLE_ALL if optimize else levels.ORT_DISABLE_ALL
         if save_optimized is not None:
-            level = levels.ORT_ENABLE_EXTENDED  # ALL would add memory layouts of this machine.
+            level = (
+                levels.ORT_ENABLE_EXTENDED
+            )  # ALL would add memory layouts of this machine.
             options.optimized_model_filepath = str(save_optimized)
             options.add_session_config_entry(
                 "session.optimized_model_external_initializers_file_name",
@@ -90,7 +92,9 @@ class Session:
         options.graph_optimization_level = level
         options.intra_op_num_threads = threads or torch.get_num_threads()
         options.log_severity_level = 4  # Errors are raised; the log would repeat them.
-        open_file = partial(runtime.InferenceSession, os.fspath(source), options, [provider])
+        open_file = partial(
+            runtime.InferenceSession, os.fspath(source), options, [provider]
+        )
         self.settings = ""
         try:
             if exact_products and saturates():
@@ -126,7 +130,10 @@ class Session:
         self, feeds: Mapping[str, Tensor], outputs: Sequence[str] | None = None
     ) -> list[Tensor]:
         """Return the named outputs, by default all."""
-        arrays = {name: value.detach().cpu().contiguous().numpy() for name, value in feeds.items()}
+        arrays = {
+            name: value.detach().cpu().contiguous().numpy()
+            for name, value in feeds.items()
+        }
         try:
             results = self._session.run(list(outputs or self.outputs), arrays)
         except Exception as error:  # The exception classes of ONNX Runtime are private.
@@ -148,4 +155,7 @@ def _with_exact_products(open_file: Callable[[], Any], options: Any) -> tuple[An
         # It cannot do so where nodes share stored codes, as calls of one layer do.
         options.add_session_config_entry(EXACT_PRODUCTS, "0")
         log.debug("%s: %s", EXACT_PRODUCTS, error)
-    return open_file(), ", whose products of 8-bit weights can overflow: this CPU has no VNNI"
+    return (
+        open_file(),
+        ", whose products of 8-bit weights can overflow: this CPU has no VNNI",
+    )

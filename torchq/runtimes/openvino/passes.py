@@ -84,9 +84,15 @@ def unsigned_codes(model: Model) -> None:
         if node.outputs[0] not in values:
             moved = _moved_together(node)
             joins = (computed_by(value, "Concat") for value in moved)
-            features = all(_joins_features(one, shapes) for one in joins if one is not None)
+            features = all(
+                _joins_features(one, shapes) for one in joins if one is not None
+            )
             values |= _until_layers(moved, features)
-    shared = {shared_name(n) for n in nodes_of(model, "QuantizeLinear") if n.inputs[0] in values}
+    shared = {
+        shared_name(n)
+        for n in nodes_of(model, "QuantizeLinear")
+        if n.inputs[0] in values
+    }
     for node in nodes_of(model, "QuantizeLinear"):
         if shared_name(node) in shared:
             store_codes(node, signed=False)
@@ -110,7 +116,9 @@ def _until_layers(values: set[Value], features: bool) -> set[Value]:
     while pending:
         for user in readers(pending.pop()):
             result = user.outputs[0]
-            is_read |= user.op_type in LAYERS and (features or user.op_type not in _PRODUCTS)
+            is_read |= user.op_type in LAYERS and (
+                features or user.op_type not in _PRODUCTS
+            )
             if user.op_type in _AFFINE and result not in reached:
                 reached.add(result)
                 pending.append(result)
@@ -128,10 +136,15 @@ def _moved_together(node: Node) -> set[Value]:
         values.add(value)
         producer = computed_by(value, *_TRANSPARENT)
         if producer is not None:
-            pending += producer.inputs if producer.op_type == "Concat" else producer.inputs[:1]
+            pending += (
+                producer.inputs if producer.op_type == "Concat" else producer.inputs[:1]
+            )
         for user in readers(value):
             if user.op_type in _TRANSPARENT:
-                pending += [*user.outputs, *(user.inputs if user.op_type == "Concat" else ())]
+                pending += [
+                    *user.outputs,
+                    *(user.inputs if user.op_type == "Concat" else ()),
+                ]
     return values
 
 
@@ -200,7 +213,10 @@ def _largest_factor(node: Node) -> float:
 
 
 def _counts_padding(pool: Node) -> bool:
-    padded = any(attribute(pool, "pads", ())) or attribute(pool, "auto_pad", "NOTSET") != "NOTSET"
+    padded = (
+        any(attribute(pool, "pads", ()))
+        or attribute(pool, "auto_pad", "NOTSET") != "NOTSET"
+    )
     return padded and bool(attribute(pool, "count_include_pad", 0))
 
 
@@ -210,7 +226,11 @@ def _is_nonnegative(value: Value) -> bool:
     if moved is not None:
         return all(map(_is_nonnegative, moved.inputs))
     dequantize = computed_by(value, "DequantizeLinear")
-    quantize = None if dequantize is None else computed_by(dequantize.inputs[0], "QuantizeLinear")
+    quantize = (
+        None
+        if dequantize is None
+        else computed_by(dequantize.inputs[0], "QuantizeLinear")
+    )
     if quantize is None or not is_constant(quantize.inputs[1]):
         return computed_by(value, "Relu") is not None
     qparams = qparams_of(quantize)
@@ -268,7 +288,9 @@ def _unequal_biases(model: Model) -> None:
         width = codes.shape[0 if attribute(node, "transB", 0) else -1]
         old = torch.zeros(width, dtype=torch.float32, device="cpu")
         if bias is not None:
-            old = value_of(bias) if is_constant(bias) else torch.arange(2.0, device="cpu")
+            old = (
+                value_of(bias) if is_constant(bias) else torch.arange(2.0, device="cpu")
+            )
         if len(old) < 2 or not bool((old == old.flatten()[0]).all()):
             continue
         name = f"{pair_name(weight)}{_UNEQUAL}"

@@ -6,7 +6,15 @@ from torch import nn
 
 from torchq.graph import Call, operator_named
 from torchq.graph.operators import BATCH_NORMS, POOLS
-from torchq.nn import Add, Cat, InputQuantized, QuantModule, Tap, TensorQuantizer, quantized_class
+from torchq.nn import (
+    Add,
+    Cat,
+    InputQuantized,
+    QuantModule,
+    Tap,
+    TensorQuantizer,
+    quantized_class,
+)
 from torchq.swap.facts import Facts
 from torchq.swap.passes import View, clips, has_effect
 from torchq.swap.plan import Plan
@@ -35,12 +43,20 @@ def float_results(plan: Plan, facts: Facts) -> Plan:
         results = view.flow.consumers(call) if isinstance(call.module, Tap) else [call]
         kinds = _READ_AS_CODES.intersection(map(_kind, results))
         if kinds and any(_is_read_in_float(view, result) for result in results):
-            reasons[path] = f"{plan.target} computes wrong numbers where it is read in float"
-        joins_stored = isinstance(call.module, Cat) and any(map(view.is_stored, call.inputs))
+            reasons[path] = (
+                f"{plan.target} computes wrong numbers where it is read in float"
+            )
+        joins_stored = isinstance(call.module, Cat) and any(
+            map(view.is_stored, call.inputs)
+        )
         if joins_stored:
-            reasons[path] = f"{plan.target} computes wrong numbers where stored ones are joined"
+            reasons[path] = (
+                f"{plan.target} computes wrong numbers where stored ones are joined"
+            )
     movable = {d.name for d in plan.replaced if d.by not in d.names}
-    return plan.in_float({p: why for p, why in reasons.items() if p in movable}, "float results")
+    return plan.in_float(
+        {p: why for p, why in reasons.items() if p in movable}, "float results"
+    )
 
 
 def _kind(call: Call) -> str:
@@ -60,7 +76,9 @@ def _is_read_in_float(view: View, call: Call) -> bool:
     """Return True if something reads a result, or a part of it, that quantizes nothing."""
     return any(
         _is_read_in_float(view, reader)
-        if _is_pointwise(view, reader) or has_effect(reader, "part") or has_effect(reader, "view")
+        if _is_pointwise(view, reader)
+        or has_effect(reader, "part")
+        or has_effect(reader, "view")
         else not _may_read_codes(view, reader)
         for reader in view.flow.consumers(call)
     )

@@ -76,8 +76,22 @@ _PRECISIONS = ("f32", "bf16", "f16")
 #: Layers of a compiled graph that compute; the others move data and lengths.
 _COMPUTING = frozenset(
     [
-        *("Convolution", "Deconvolution", "FullyConnected", "MatMul", "Pooling", "Eltwise"),
-        *("MVN", "Softmax", "Reduce", "Interpolate", "ScaledDotProductAttention", "Subgraph"),
+        *(
+            "Convolution",
+            "Deconvolution",
+            "FullyConnected",
+            "MatMul",
+            "Pooling",
+            "Eltwise",
+        ),
+        *(
+            "MVN",
+            "Softmax",
+            "Reduce",
+            "Interpolate",
+            "ScaledDotProductAttention",
+            "Subgraph",
+        ),
         *("RNNSeq", "LSTMSequence", "Math"),
     ]
 )
@@ -144,7 +158,9 @@ class OpenVino(OnnxEngine):
         capabilities = runtime.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
         engines: list[Engine] = []
         for precision in ("f32", "bf16") if "BF16" in capabilities else ("f32",):
-            engines += [replace(self, quantized=q, precision=precision) for q in (True, False)]
+            engines += [
+                replace(self, quantized=q, precision=precision) for q in (True, False)
+            ]
         return tuple(engines)
 
     def open(self, read: ReadGraph, threads: int, usual: Shapes = ()) -> Run:
@@ -188,9 +204,13 @@ class OpenVino(OnnxEngine):
         nodes = Counter[bool]()
         compiled = self._compile(module.graph_bytes(), torch.get_num_threads(), None)
         for node in compiled.get_runtime_model().get_ops():
-            properties = {key: str(value.value) for key, value in node.get_rt_info().items()}
+            properties = {
+                key: str(value.value) for key, value in node.get_rt_info().items()
+            }
             if properties.get("layerType") in _COMPUTING:
-                nodes[properties.get("runtimePrecision", "").lower() in ("u8", "i8")] += 1
+                nodes[
+                    properties.get("runtimePrecision", "").lower() in ("u8", "i8")
+                ] += 1
         return f"{nodes[True]} of {nodes.total()} computing nodes run on integers"
 
 
@@ -240,7 +260,9 @@ def _bound(compiled: Any) -> Run:
             request = compiled.create_infer_request()
         try:
             for index, port_names in enumerate(names):
-                (value,) = (value for name, value in feeds.items() if name in port_names)
+                (value,) = (
+                    value for name, value in feeds.items() if name in port_names
+                )
                 array = value.contiguous().numpy()
                 request.set_input_tensor(index, tensor_of(array, shared_memory=True))
             request.infer()

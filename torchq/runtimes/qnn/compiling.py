@@ -62,7 +62,9 @@ def unsupported_of(folder: Path) -> list[list[str]]:
     for path in sorted(folder.rglob("qnn_op_trace.json")):
         trace = json.loads(path.read_text("utf-8"))
         for node in trace.get("unsupported_nodes", ()):
-            rows.append([str(node.get(key, "")) for key in ("op_type", "node_name", "reason")])
+            rows.append(
+                [str(node.get(key, "")) for key in ("op_type", "node_name", "reason")]
+            )
     return rows
 
 

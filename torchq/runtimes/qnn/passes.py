@@ -78,7 +78,11 @@ def _grid_behind(node: Node) -> Node | None:
     """Return one of the QuantizeLinear nodes that alone read a result, if they have one grid."""
     result = node.outputs[0]
     users = readers(result)
-    if is_output(result) or not users or any(user.op_type != "QuantizeLinear" for user in users):
+    if (
+        is_output(result)
+        or not users
+        or any(user.op_type != "QuantizeLinear" for user in users)
+    ):
         return None
     if not all(is_constant(value) for user in users for value in user.inputs[1:]):
         return None
@@ -113,7 +117,9 @@ def _quantize_input(node: Node) -> None:
         insert_pair(producer, list(grid.inputs[1:]))
 
 
-def with_fixed_shapes(graph: bytes, shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> bytes:
+def with_fixed_shapes(
+    graph: bytes, shapes: tuple[tuple[str, tuple[int, ...]], ...]
+) -> bytes:
     """Return an ONNX file for inputs of these shapes alone, as the chip takes no open lengths."""
     onnx = import_optional("onnx", "torchq.onnx")
     model = onnx.load_model_from_string(graph)
@@ -121,7 +127,9 @@ def with_fixed_shapes(graph: bytes, shapes: tuple[tuple[str, tuple[int, ...]], .
     shape_by_name = dict(shapes)
     for graph_input in model.graph.input:
         dimensions = graph_input.type.tensor_type.shape.dim
-        for dimension, length in zip(dimensions, shape_by_name[graph_input.name], strict=True):
+        for dimension, length in zip(
+            dimensions, shape_by_name[graph_input.name], strict=True
+        ):
             dimension.dim_value = length
     for graph_output in model.graph.output:
         graph_output.type.tensor_type.ClearField("shape")

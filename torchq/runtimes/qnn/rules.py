@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torchq.onnx.ir import Model, Node, attribute, data_type, is_constant, nodes_of, readers
+from torchq.onnx.ir import (
+    Model,
+    Node,
+    attribute,
+    data_type,
+    is_constant,
+    nodes_of,
+    readers,
+)
 from torchq.onnx.qdq import (
     element_type,
     format_of,
@@ -41,7 +49,9 @@ def check_weights(model: Model) -> Iterator[str]:
         weight = weight_of(node)
         if weight is None:
             continue
-        if data_type(weight.inputs[0]).name != "INT8" or not qparams_of(weight).has_zero_point(0):
+        if data_type(weight.inputs[0]).name != "INT8" or not qparams_of(
+            weight
+        ).has_zero_point(0):
             yield f"{layer_name(node)}: QNN takes symmetric int8 weights; use 8 signed bits"
         if len(scales_of(weight)) > 1 and not _leads_to_codes(node):
             yield (
@@ -70,7 +80,9 @@ _WRONG_WINDOWS = (4, 6, 8)
 def check_wrong_kernels(model: Model) -> Iterator[str]:
     """Yield operators that onnxruntime-qnn 2.7 computes wrong numbers with, on every chip."""
     for node in nodes_of(model, "ConvTranspose"):
-        if attribute(node, "group", 1) > 1 and any(attribute(node, "output_padding", ())):
+        if attribute(node, "group", 1) > 1 and any(
+            attribute(node, "output_padding", ())
+        ):
             yield (
                 f"{layer_name(node)}: QNN computes wrong numbers for a grouped transposed "
                 "convolution with output_padding; use groups=1, or output_padding=0 and a pad"

@@ -20,7 +20,13 @@ from torchq.config import QuantConfig
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError, ExportError
 from torchq.graph import tensors_in
-from torchq.lowering.check import EQUAL_RESULTS, ReferenceCheck, call_once, distance, norm
+from torchq.lowering.check import (
+    EQUAL_RESULTS,
+    ReferenceCheck,
+    call_once,
+    distance,
+    norm,
+)
 from torchq.onnx.passes.convolutions import fit_biases
 from torchq.runtime import Codes, FileRules, Placement, PlanPass
 from torchq.runtimes.checks import (
@@ -90,7 +96,9 @@ _FILE = FileRules(
 
 def zero_point_recipe() -> QuantConfig:
     """Return what the provider reads: activations with zero points, symmetric weights."""
-    return layers("qnn", QuantDescriptor(unsigned=True, symmetric=False), QuantDescriptor())
+    return layers(
+        "qnn", QuantDescriptor(unsigned=True, symmetric=False), QuantDescriptor()
+    )
 
 
 #: Two draws of one noise are sqrt(2) apart; the rest is for what one input shows of it.
@@ -119,7 +127,9 @@ class Qnn(OnnxEngine):
     recipe: Callable[[], QuantConfig] = zero_point_recipe
     placement: Placement | None = _PLACEMENT
     adapting: tuple[PlanPass, ...] = (partial(one_weight_scale, _ONE_SCALE),)
-    planning: tuple[PlanPass, ...] = (partial(quantize_results, linear=True, returned=True),)
+    planning: tuple[PlanPass, ...] = (
+        partial(quantize_results, linear=True, returned=True),
+    )
     codes: Codes | None = _CODES
     file: FileRules | None = _FILE
     limits: tuple[str, ...] = ("Biases stay float; the provider rounds them to int32.",)
@@ -138,7 +148,9 @@ class Qnn(OnnxEngine):
         numbers = {name: number for number, (name, _) in CHIPS.items()}
         number = numbers.get(str(self.soc), str(self.soc))
         if number not in CHIPS:
-            known = ", ".join(f"{name!r} ({number})" for name, number in numbers.items())
+            known = ", ".join(
+                f"{name!r} ({number})" for name, number in numbers.items()
+            )
             raise ConfigError(f"Qnn: got soc {self.soc!r}; expected one of {known}")
         if not self.limit > 0:
             raise ConfigError(f"Qnn: got limit={self.limit}; expected seconds above 0")
@@ -158,7 +170,9 @@ class Qnn(OnnxEngine):
         """See :meth:`torchq.runtimes.Runtime.opened`: None, as inner results change the others."""
         return None
 
-    def _compare_on(self, module: EngineModule, task: Task, check: ReferenceCheck) -> str:
+    def _compare_on(
+        self, module: EngineModule, task: Task, check: ReferenceCheck
+    ) -> str:
         """Raise an error where the chip is farther from the simulation than quantization is.
 
         It rounds some codes of each layer otherwise, by one, and a deep network amplifies that: its
@@ -166,7 +180,9 @@ class Qnn(OnnxEngine):
         """
         float_results = tensors_in(call_once(task.float_model, check.example))
         pairs = zip(tensors_in(check.outcome), float_results, strict=True)
-        noise = max((distance(a, b) / norm(a) for a, b in pairs if norm(a)), default=0.0)
+        noise = max(
+            (distance(a, b) / norm(a) for a, b in pairs if norm(a)), default=0.0
+        )
         deviation = check.difference(module, max(EQUAL_RESULTS, _AMPLIFIED * noise))
         if deviation:
             raise ExportError(
@@ -192,7 +208,9 @@ class Qnn(OnnxEngine):
 
     def _session(self, graph: bytes) -> Session:
         where = f"deploy: target {self.label!r}, {CHIPS[self.soc][0]}"
-        context = compiled(graph, self.soc, partly=self.partly, limit=self.limit, where=where)
+        context = compiled(
+            graph, self.soc, partly=self.partly, limit=self.limit, where=where
+        )
         return Session(context, partly=self.partly)
 
     def integer_share(self, module: EngineModule) -> str:

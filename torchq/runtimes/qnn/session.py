@@ -25,7 +25,9 @@ _SHOWN = 5
 _OPENING = threading.Lock()
 
 
-def compiled(graph: bytes, soc: str, *, partly: bool, limit: float, where: str) -> bytes:
+def compiled(
+    graph: bytes, soc: str, *, partly: bool, limit: float, where: str
+) -> bytes:
     """Return an ONNX file whose node holds the binary for a chip.
 
     Args:
@@ -78,7 +80,10 @@ def _answer_of(path: Path) -> Mapping[str, Any]:
 
 def _problem(answer: Mapping[str, Any]) -> str:
     """Return why a file was not compiled, with what the chip did not take."""
-    rows = [f"{_layer_of(name)} ({kind}): {reason}" for kind, name, reason in answer["unsupported"]]
+    rows = [
+        f"{_layer_of(name)} ({kind}): {reason}"
+        for kind, name, reason in answer["unsupported"]
+    ]
     if not rows:
         error = str(answer["error"]).partition("\n")[0]
         return f"the provider failed ({error}); expected a file that it compiles"

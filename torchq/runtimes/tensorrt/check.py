@@ -64,9 +64,13 @@ class FileCheck:
 
     def __str__(self) -> str:
         verdict = (
-            f"strongly typed {self.precision}" if self.ok else f"{len(self.problems)} PROBLEMS"
+            f"strongly typed {self.precision}"
+            if self.ok
+            else f"{len(self.problems)} PROBLEMS"
         )
-        lines = [f"{self.path}: {verdict}; {self.counts}, {len(self.kept)} kept in float32"]
+        lines = [
+            f"{self.path}: {verdict}; {self.counts}, {len(self.kept)} kept in float32"
+        ]
         if self.problems:
             lines.append(bullets(self.problems))
         return "\n".join([*lines, self.not_run])
@@ -94,7 +98,9 @@ def check_file(path: str | os.PathLike[str]) -> FileCheck:
     model = load_model(path)
     problem = _damage(read_record(model))
     if problem:
-        raise ExportError(f"{path}: its record has {problem}. The file is damaged: export it again")
+        raise ExportError(
+            f"{path}: its record has {problem}. The file is damaged: export it again"
+        )
     precision = _precision(model)
     if precision is None:
         raise ExportError(
@@ -112,15 +118,16 @@ def _damage(record: Mapping[str, object]) -> str:
     """Return what no export writes into a record; "" where nothing is wrong."""
     precision = record.get("precision", "float32")
     if precision not in (*SCALE_TYPES, "float32"):
-        return (
-            f"the precision {precision!r}; expected one of {', '.join((*SCALE_TYPES, 'float32'))}"
-        )
+        allowed = ", ".join((*SCALE_TYPES, "float32"))
+        return f"the precision {precision!r}; expected one of {allowed}"
     reasons = record.get("kept", {})
     infinite = record.get("infinite", [])
     texts = [*reasons, *reasons.values()] if isinstance(reasons, dict) else [None]
     if not all(isinstance(entry, str) for entry in texts):
         return f"kept={short_repr(reasons)}; expected reasons by the names of nodes"
-    if not (isinstance(infinite, list) and all(isinstance(name, str) for name in infinite)):
+    if not (
+        isinstance(infinite, list) and all(isinstance(name, str) for name in infinite)
+    ):
         return f"infinite={short_repr(infinite)}; expected names of tensors"
     return ""
 
@@ -128,7 +135,9 @@ def _damage(record: Mapping[str, object]) -> str:
 def _precision(model: Model) -> str | None:
     """Return the float type of a file for TensorRT; those of float32 record none."""
     record = read_record(model)
-    return record.get("precision", "float32" if record.get("target") == "tensorrt" else None)
+    return record.get(
+        "precision", "float32" if record.get("target") == "tensorrt" else None
+    )
 
 
 def check_typing(model: Model) -> Iterator[str]:
@@ -166,7 +175,9 @@ class _Types:
                 formal = formal_of(schema, index, False)
                 if self._type(value) and formal is not None:
                     groups.setdefault(formal.type_str, set()).add(self._type(value))
-            mixed = next((sorted(types) for types in groups.values() if len(types) > 1), None)
+            mixed = next(
+                (sorted(types) for types in groups.values() if len(types) > 1), None
+            )
             if mixed:
                 yield f"{node.name}: reads {' and '.join(mixed)}; {node.op_type} takes one type"
             elif self._is_long(node) and node.name not in self.kept:
@@ -174,7 +185,11 @@ class _Types:
 
     def _is_long(self, node: Node) -> bool:
         """Return True for a node in float32 among others, which is no pair and no Cast."""
-        if self.own == "FLOAT" or node.op_type in ("QuantizeLinear", "DequantizeLinear", "Cast"):
+        if self.own == "FLOAT" or node.op_type in (
+            "QuantizeLinear",
+            "DequantizeLinear",
+            "Cast",
+        ):
             return False
         return any(self._type(value) == "FLOAT" for value in node.outputs)
 
@@ -255,7 +270,9 @@ class _Types:
             users = readers(value)
             # Masks of a model hold infinity; of float32 they are the model's own.
             is_mask = self._type(value) == "FLOAT" and not any(map(_computes, users))
-            if bool(numbers.isnan().any()) or not (is_mask or bool(numbers.isfinite().all())):
+            if bool(numbers.isnan().any()) or not (
+                is_mask or bool(numbers.isfinite().all())
+            ):
                 what = f"holds numbers that {self._type(value)} cannot"
                 yield f"{name}: {what}, read by {_named(users)}"
 

@@ -28,7 +28,9 @@ from torchq.onnx.qdq import qparams_of
 from torchq.runtime import open_session
 
 
-def recorded_ranges(model: Model, feeds: Mapping[str, Tensor]) -> tuple[dict[str, float], str]:
+def recorded_ranges(
+    model: Model, feeds: Mapping[str, Tensor]
+) -> tuple[dict[str, float], str]:
     """Return the largest finite magnitude of each float tensor, by name, and what is missing.
 
     It is that of a run of the float32 graph on the example, or what the codes of a quantizer stand
@@ -44,8 +46,13 @@ def recorded_ranges(model: Model, feeds: Mapping[str, Tensor]) -> tuple[dict[str
     for node in nodes_of(model, "QuantizeLinear"):
         if is_constant(node.inputs[1]):
             qparams = qparams_of(node)
-            largest = float(qparams.scale.max()) * max(qparams.quant_max, -qparams.quant_min)
-            for value in (node.inputs[0], *(u.outputs[0] for u, _ in node.outputs[0].uses())):
+            largest = float(qparams.scale.max()) * max(
+                qparams.quant_max, -qparams.quant_min
+            )
+            for value in (
+                node.inputs[0],
+                *(u.outputs[0] for u, _ in node.outputs[0].uses()),
+            ):
                 name = str(value.name)
                 ranges[name] = max(ranges.get(name, 0.0), largest)
     return ranges, missing
@@ -71,7 +78,9 @@ def _run(model: Model, feeds: Mapping[str, Tensor]) -> dict[str, float]:
         save_model(copy, file, check=False)
         session = open_session(file, optimize=False)
         input_names = {value.name for value in model.graph.inputs}
-        results = session.run({n: t for n, t in feeds.items() if n in input_names}, outputs)
+        results = session.run(
+            {n: t for n, t in feeds.items() if n in input_names}, outputs
+        )
     numbers = zip(names, (float(result) for result in results), strict=True)
     return {name: number for name, number in numbers if not math.isnan(number)}
 

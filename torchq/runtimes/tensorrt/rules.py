@@ -88,7 +88,9 @@ def check_residual_adds(model: Model) -> Iterator[str]:
         pairs = [dequantized(value) for value in node.inputs]
         if all(pairs):
             of_layers = [
-                p for p, layer in zip(pairs, from_layer, strict=True) if layer and _is_alone(p)
+                p
+                for p, layer in zip(pairs, from_layer, strict=True)
+                if layer and _is_alone(p)
             ]
             for pair in of_layers[-1:]:
                 yield (
@@ -118,7 +120,9 @@ def _ends_quantized_layer(value: Value) -> bool:
 def check_concatenations(model: Model) -> Iterator[str]:
     """Yield concatenations of tensors with different scales."""
     for node in nodes_of(model, "Concat"):
-        pairs = [pair for value in node.inputs if (pair := dequantized(value)) is not None]
+        pairs = [
+            pair for value in node.inputs if (pair := dequantized(value)) is not None
+        ]
         if len({scales_of(pair) for pair in pairs}) > 1:
             yield (
                 f"{pair_name(pairs[0])}: the inputs of {node.name} have different scales; "

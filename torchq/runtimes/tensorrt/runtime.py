@@ -81,7 +81,11 @@ _FILE = FileRules(
     passes=(store_typed,),
     checks=(
         # NVIDIA, Developer Guide, explicit quantization: such norms are fused in the engine.
-        partial(check_unfolded_norms, "left for TensorRT to fuse, which was not run here", LAYERS),
+        partial(
+            check_unfolded_norms,
+            "left for TensorRT to fuse, which was not run here",
+            LAYERS,
+        ),
         check_activation_types,
         check_transposed_axis,
         check_channels,
@@ -130,7 +134,9 @@ class TensorRt(SessionEngine):
     )
     versions: str = "documents of 10 and 11"
     proved: str = "structure alone"
-    timer: str = "trtexec --onnx={file}"  # of TensorRT 11; 10 also wants --stronglyTyped
+    timer: str = (
+        "trtexec --onnx={file}"  # of TensorRT 11; 10 also wants --stronglyTyped
+    )
     precision: str = "float16"
     typed_io: bool = False
 
@@ -151,5 +157,7 @@ class TensorRt(SessionEngine):
 
     def build(self, task: Task) -> EngineModule:
         """See :meth:`torchq.runtimes.Engine.build`."""
-        runtime = self if self.precision == "float32" else replace(self, precision="float32")
+        runtime = (
+            self if self.precision == "float32" else replace(self, precision="float32")
+        )
         return super(TensorRt, runtime).build(task)

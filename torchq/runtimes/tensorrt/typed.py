@@ -89,7 +89,10 @@ def store_typed(model: Model) -> None:
     write_record(
         model,
         precision=precision,
-        kept={str(node.name): f"{_place(node)}: {why}" for node, why in typing.kept.items()},
+        kept={
+            str(node.name): f"{_place(node)}: {why}"
+            for node, why in typing.kept.items()
+        },
         infinite=typing.infinite,
         rounded=[*typing.rounded],
         unrecorded=missing,
@@ -116,7 +119,9 @@ class _Typing:
     def refuse(self) -> None:
         """Raise ExportError for loops and branches, whose insides read tensors from outside."""
         for node in self.graph:
-            if any(a.type.name in ("GRAPH", "GRAPHS") for a in node.attributes.values()):
+            if any(
+                a.type.name in ("GRAPH", "GRAPHS") for a in node.attributes.values()
+            ):
                 raise ExportError(
                     f"export_onnx: {node.name}: is a loop or branch ({node.op_type}); expected "
                     "none in a strongly typed file. Pass a runtime with precision='float32'"
@@ -135,7 +140,9 @@ class _Typing:
             if why and is_constant(value) and float(value_of(value).abs().max()) > 1:
                 large.add(value)
         for node in self.graph:
-            if not _is_pair(node):  # It has the type of what it reads, or of what reads it.
+            if not _is_pair(
+                node
+            ):  # It has the type of what it reads, or of what reads it.
                 self._keep_if_wide(node, wide, large)
         self._keep_moves()
 
@@ -148,7 +155,9 @@ class _Typing:
                     yielded.add(value)
                     yield value, _is_pair(node) and node.inputs[1] is value
 
-    def _keep_if_wide(self, node: Node, wide: dict[Value, str], large: set[Value]) -> None:
+    def _keep_if_wide(
+        self, node: Node, wide: dict[Value, str], large: set[Value]
+    ) -> None:
         """Keep a node that reads or computes a wide value; note what it makes of stored ones.
 
         Whatever the example shows, numbers that are too large are in the result of an addition or
@@ -193,7 +202,8 @@ class _Typing:
         if node.op_type in _FLOAT32 or not schema_of(node, opset_of(self.model)):
             return any(self.types.get(v.name) == self.long for v in node.outputs)
         return any(
-            self.types.get(value.name) == self.long and not self._allows(node, index, True)
+            self.types.get(value.name) == self.long
+            and not self._allows(node, index, True)
             for index, value in enumerate(node.outputs)
         )
 
@@ -208,7 +218,9 @@ class _Typing:
             users = readers(node.outputs[0])
             if source is None or source.op_type != "DequantizeLinear" or not users:
                 continue
-            if all(user in self.kept for user in users) and not is_output(node.outputs[0]):
+            if all(user in self.kept for user in users) and not is_output(
+                node.outputs[0]
+            ):
                 self.kept[node] = self.kept[users[0]]
 
     # --- types --------------------------------------------------------------------------------
@@ -220,7 +232,9 @@ class _Typing:
         return formal is not None and f"tensor({self.scales.name})" in formal.types
 
     def _takes_short(self, node: Node, value: Value) -> bool:
-        return any(v is value and self._allows(node, i) for i, v in enumerate(node.inputs))
+        return any(
+            v is value and self._allows(node, i) for i, v in enumerate(node.inputs)
+        )
 
     def type_of(self, value: Value) -> DataType:
         """Return the type that a float32 value will have; stored ones have any."""
@@ -240,7 +254,11 @@ class _Typing:
         if node.op_type == "QuantizeLinear":
             source = node.inputs[0]
             return self.short if is_constant(source) else self.type_of(source)
-        return self.long if node in self.kept or not self._allows(node, index) else self.short
+        return (
+            self.long
+            if node in self.kept or not self._allows(node, index)
+            else self.short
+        )
 
     def rewrite(self) -> None:
         """Give each node what it wants to read, and each value its type."""
@@ -258,7 +276,9 @@ class _Typing:
         for node in pairs:
             if not readers(node.outputs[0]) and not is_output(node.outputs[0]):
                 self.graph.remove(node, safe=True)
-        values = [value for node in nodes if node not in pairs for value in node.outputs]
+        values = [
+            value for node in nodes if node not in pairs for value in node.outputs
+        ]
         for value in (*values, *(self.graph.inputs if self.typed_io else ())):
             if self.types.get(value.name) == self.long:
                 value.type = onnx_ir.TensorType(self.type_of(value))
@@ -267,11 +287,18 @@ class _Typing:
     def _round_scales(self) -> None:
         """Give pairs of a model that was planned without the type scales that are numbers of it."""
         for node in filter(_is_pair, list(self.graph)):
-            if not is_constant(node.inputs[1]) or data_type(node.inputs[1]) != self.long:
+            if (
+                not is_constant(node.inputs[1])
+                or data_type(node.inputs[1]) != self.long
+            ):
                 continue
             scale = value_of(node.inputs[1])
             near = scale.to(self.scales.dtype).float()
-            if near.isfinite().all() and (near > 0).all() and not torch.equal(near, scale):
+            if (
+                near.isfinite().all()
+                and (near > 0).all()
+                and not torch.equal(near, scale)
+            ):
                 replace_stored(node.inputs[1], near)
                 self.rounded[pair_name(node)] = None
 
@@ -303,7 +330,10 @@ class _Typing:
         """Return a value in the type of outputs, under its name."""
         dtype = self.short if self.typed_io else self.long
         name = str(value.name)
-        if computed_by(value, "DequantizeLinear") is None and self.type_of(value) == dtype:
+        if (
+            computed_by(value, "DequantizeLinear") is None
+            and self.type_of(value) == dtype
+        ):
             return
         if value.producer() is None:
             return
@@ -359,13 +389,23 @@ class _Typing:
         if wanted == self.short:
             self._check_scale(pair, scale)
         inputs[1] = self._typed(inputs[1], wanted)
-        first = not any((pair.outputs[0], t) in self._made for t in (self.short, self.long))
-        name = str(pair.name) if first else fresh_name(self.graph, f"{pair.name}#{wanted.name}")
+        first = not any(
+            (pair.outputs[0], t) in self._made for t in (self.short, self.long)
+        )
+        name = (
+            str(pair.name)
+            if first
+            else fresh_name(self.graph, f"{pair.name}#{wanted.name}")
+        )
         if first:
             pair.name = f"{name}/replaced"
         value = onnx_ir.Value(name=fresh_name(self.graph, f"{pair.outputs[0].name}"))
         new = onnx_ir.node(
-            "DequantizeLinear", inputs, dict(pair.attributes), outputs=[value], name=name
+            "DequantizeLinear",
+            inputs,
+            dict(pair.attributes),
+            outputs=[value],
+            name=name,
         )
         new.meta.update(pair.meta)
         value.type = onnx_ir.TensorType(wanted)
@@ -388,7 +428,9 @@ class _Typing:
 
 def _own_type(model: Model) -> str | None:
     """Return the name of the short float type that a model computes in by itself."""
-    short_types = {dtype.name.lower() for dtype in known_types(model).values()} & set(SCALE_TYPES)
+    short_types = {dtype.name.lower() for dtype in known_types(model).values()} & set(
+        SCALE_TYPES
+    )
     if len(short_types) > 1:
         raise ExportError(
             "export_onnx: the model computes in float16 and in bfloat16; expected one of them. "
@@ -401,7 +443,9 @@ def _place(node: Node) -> str:
     """Return the operator of a node and the module that it comes from."""
     module = layer_name(node)
     if module in (node.name, node.outputs[0].name):
-        scopes = [v for k, v in node.metadata_props.items() if k.endswith("name_scopes")]
+        scopes = [
+            v for k, v in node.metadata_props.items() if k.endswith("name_scopes")
+        ]
         parts = [part for part in literal_eval(scopes[0]) if part] if scopes else []
         module = parts[-2] if len(parts) > 1 else ""
     return f"{node.op_type} in {module}" if module else str(node.op_type)

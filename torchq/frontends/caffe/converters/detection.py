@@ -29,7 +29,11 @@ def _prior_box(layer: CaffeLayer) -> Value:
     names = ("min_size", "max_size", "variance")
     small, large, variances = (layer.settings.numbers(name) for name in names)
     variances = variances or [0.1]
-    if not small or (large and len(large) != len(small)) or len(variances) not in (1, 4):
+    if (
+        not small
+        or (large and len(large) != len(small))
+        or len(variances) not in (1, 4)
+    ):
         layer.refuse(f"got min_size {small}, max_size {large}, variance {variances}")
     both = layer.attr("img_size", 0)
     distance = layer.attr("step", 0.0)
@@ -64,7 +68,9 @@ def _detection_output(layer: CaffeLayer) -> Value:
         classes=layer.attr("num_classes", int),
         shared=layer.attr("share_location", True),
         background=layer.attr("background_label_id", 0),
-        code=settings.choice("code_type", "CORNER", "CENTER_SIZE", "CORNER_SIZE", first=1),
+        code=settings.choice(
+            "code_type", "CORNER", "CENTER_SIZE", "CORNER_SIZE", first=1
+        ),
         scaled=layer.attr("variance_encoded_in_target", False),
         confidence=layer.attr("confidence_threshold", -3.4e38),
         overlap=overlap,
@@ -84,8 +90,12 @@ class PriorOptions:
     ratios: tuple[float, ...]  # of width to height, without 1
     clip: bool
     variances: tuple[float, ...]  # one, or one for each coordinate
-    image: tuple[int, int]  # width and height, 0 for those of the image that the network reads
-    steps: tuple[float, float]  # pixels in x and y, 0 to divide the image by the number of places
+    image: tuple[
+        int, int
+    ]  # width and height, 0 for those of the image that the network reads
+    steps: tuple[
+        float, float
+    ]  # pixels in x and y, 0 to divide the image by the number of places
     offset: float  # of the first box, in steps
 
 
@@ -174,22 +184,35 @@ class Detections(nn.Module):
         """
         options = self.options
         count = priors.shape[2] // 4
-        labels = [label for label in range(options.classes) if label != options.background]
+        labels = [
+            label for label in range(options.classes) if label != options.background
+        ]
         places = 1 if options.shared else options.classes
         corners, spread = priors[0].reshape(2, count, 1, 4)
-        decoded = _decode(locations.reshape(-1, count, places, 4), corners, spread, options)
+        decoded = _decode(
+            locations.reshape(-1, count, places, 4), corners, spread, options
+        )
         decoded = decoded.transpose(1, 2)
         if not options.shared:
             decoded = decoded[:, labels]
-        confidence = scores.reshape(-1, count, options.classes)[:, :, labels].transpose(1, 2)
+        confidence = scores.reshape(-1, count, options.classes)[:, :, labels].transpose(
+            1, 2
+        )
         compared = min(options.candidates, count) if options.candidates > -1 else count
         confidence, order = ranked(confidence, compared)
         index = order.unsqueeze(-1).expand(-1, -1, -1, 4)
         boxes = decoded.expand(-1, len(labels), -1, -1).gather(2, index)
         is_kept = self._kept(boxes, confidence)
-        image = torch.arange(is_kept.shape[0]).to(scores).view(-1, 1, 1).expand(is_kept.shape)
+        image = (
+            torch.arange(is_kept.shape[0])
+            .to(scores)
+            .view(-1, 1, 1)
+            .expand(is_kept.shape)
+        )
         label = torch.tensor(labels).to(scores).view(1, -1, 1).expand(is_kept.shape)
-        rows = torch.cat([torch.stack([image, label, confidence], -1), boxes], -1).reshape(-1, 7)
+        rows = torch.cat(
+            [torch.stack([image, label, confidence], -1), boxes], -1
+        ).reshape(-1, 7)
         # The last row stands for no detection.
         rows = torch.cat([rows, torch.full_like(rows[:1], -1.0)])
         found = torch.cat([is_kept.reshape(-1), ~is_kept.any().reshape(1)])
@@ -206,11 +229,15 @@ class Detections(nn.Module):
         if options.kept > -1:
             most = min(options.kept, is_kept.shape[1])
             _, best = ranked(torch.where(is_kept, scores.flatten(1), -torch.inf), most)
-            is_kept = is_kept & (torch.zeros_like(scores).flatten(1).scatter(1, best, 1.0) > 0)
+            is_kept = is_kept & (
+                torch.zeros_like(scores).flatten(1).scatter(1, best, 1.0) > 0
+            )
         return is_kept.reshape(scores.shape)
 
 
-def _decode(x: Tensor, prior: Tensor, spread: Tensor, options: DetectionOptions) -> Tensor:
+def _decode(
+    x: Tensor, prior: Tensor, spread: Tensor, options: DetectionOptions
+) -> Tensor:
     """Return the corners of boxes from what the network says about default boxes."""
     x = x if options.scaled else x * spread
     if options.code == "CORNER":

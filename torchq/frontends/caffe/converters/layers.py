@@ -17,13 +17,19 @@ from torchq.frontends.caffe.node import CaffeLayer, converter, row
 
 
 def sizes(
-    layer: CaffeLayer, spatial: int, repeated: str, pair: str = "", default: int | None = None
+    layer: CaffeLayer,
+    spatial: int,
+    repeated: str,
+    pair: str = "",
+    default: int | None = None,
 ) -> list[int]:
     """Return one size for each dimension of a window."""
     named = [f"{pair or repeated}_h", f"{pair or repeated}_w"]
     if any(layer.settings.has(name) for name in named):
         if spatial != 2:
-            layer.refuse(f"got {named[0]} for {spatial} dimensions; expected {repeated}")
+            layer.refuse(
+                f"got {named[0]} for {spatial} dimensions; expected {repeated}"
+            )
         return [layer.attr(name, int if default is None else default) for name in named]
     sizes = layer.attr(repeated, [] if default is None else [default])
     sizes = sizes * spatial if len(sizes) == 1 else sizes
@@ -41,10 +47,14 @@ def _convolution(layer: CaffeLayer) -> Value:
     weight = layer.blob(0, "weight")
     spatial = weight.tensor.dim() - 2
     if spatial not in CONVOLUTIONS or layer.attr("axis", 1) != 1:
-        layer.refuse(f"its weight has {spatial} spatial dimensions; expected 1 to 3, and axis 1")
+        layer.refuse(
+            f"its weight has {spatial} spatial dimensions; expected 1 to 3, and axis 1"
+        )
     kernel = sizes(layer, spatial, "kernel_size", "kernel")
     steps = (("stride", 1), ("pad", 0), ("dilation", 1))
-    stride, pad, dilation = (sizes(layer, spatial, name, default=n) for name, n in steps)
+    stride, pad, dilation = (
+        sizes(layer, spatial, name, default=n) for name, n in steps
+    )
     out = layer.attr("num_output", int)
     with_bias = layer.attr("bias_term", True)
     groups = layer.attr("group", 1)
@@ -53,7 +63,9 @@ def _convolution(layer: CaffeLayer) -> Value:
     expected = [first, out // max(groups, 1)] if transposed else [out, second]
     if list(weight.tensor.shape) != [*expected, *kernel]:
         shape = tuple(weight.tensor.shape)
-        layer.refuse(f"its weight has the shape {shape}; expected {[*expected, *kernel]}")
+        layer.refuse(
+            f"its weight has the shape {shape}; expected {[*expected, *kernel]}"
+        )
     stored = [weight, layer.vector(1, "bias", out)] if with_bias else [weight]
     extra = [0] * spatial if transposed else None
     module = convolution(layer.builder, stored, (stride, pad, dilation), groups, extra)
@@ -68,7 +80,9 @@ def _inner_product(layer: CaffeLayer) -> Value:
     weight = layer.blob(0, "weight")
     x = layer.inputs[0]
     if weight.tensor.numel() % max(out, 1):
-        layer.refuse(f"its weight has the shape {tuple(weight.tensor.shape)} for {out} outputs")
+        layer.refuse(
+            f"its weight has the shape {tuple(weight.tensor.shape)} for {out} outputs"
+        )
     transposed = layer.attr("transpose", False)
     form = weight.tensor.reshape((-1, out) if transposed else (out, -1))
     form = form.t() if transposed else form
@@ -163,7 +177,9 @@ def _swish(layer: CaffeLayer) -> Value:
     x = layer.inputs[0]
     if beta == 1.0:
         return layer.module(nn.SiLU(), x)
-    return layer.call(torch.mul, x, layer.call(torch.sigmoid, layer.call(torch.mul, x, beta)))
+    return layer.call(
+        torch.mul, x, layer.call(torch.sigmoid, layer.call(torch.mul, x, beta))
+    )
 
 
 @converter("Softmax", about="softmax_param")

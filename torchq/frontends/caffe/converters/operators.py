@@ -154,7 +154,9 @@ def _split(layer: CaffeLayer) -> list[Value]:
 def _concat(layer: CaffeLayer) -> Value:
     axis = layer.attr("axis", layer.attr("concat_dim", 1))
     several = len(layer.inputs) > 1
-    return layer.call(torch.cat, list(layer.inputs), axis) if several else layer.inputs[0]
+    return (
+        layer.call(torch.cat, list(layer.inputs), axis) if several else layer.inputs[0]
+    )
 
 
 @converter("Slice", about="slice_param")
@@ -164,7 +166,9 @@ def _slice(layer: CaffeLayer) -> list[Value]:
     count = len(layer.layer.tops)
     if points and len(points) != count - 1:
         layer.refuse(f"got {len(points)} slice points for {count} outputs")
-    return layer.call_parts(count, torch.tensor_split, layer.inputs[0], points or count, axis)
+    return layer.call_parts(
+        count, torch.tensor_split, layer.inputs[0], points or count, axis
+    )
 
 
 @converter("Flatten", about="flatten_param")
@@ -200,7 +204,9 @@ def _upsample(layer: CaffeLayer) -> Value:
     if len(layer.inputs) != 1:
         layer.refuse("it reads the places of a pooling, which is not supported")
     scale = layer.attr("scale", 2)
-    return layer.module(nn.Upsample(scale_factor=scale, mode="nearest"), layer.inputs[0])
+    return layer.module(
+        nn.Upsample(scale_factor=scale, mode="nearest"), layer.inputs[0]
+    )
 
 
 @converter("Interp", about="interp_param")
@@ -209,7 +215,9 @@ def _interp(layer: CaffeLayer) -> Value:
     factors = [layer.attr("shrink_factor", 1), layer.attr("zoom_factor", 1)]
     pads = [layer.attr("pad_beg", 0), layer.attr("pad_end", 0)]
     if max(pads) > 0 or min(factors) < 1:
-        layer.refuse(f"got pads {pads} and factors {factors}; expected crops, and factors above 0")
+        layer.refuse(
+            f"got pads {pads} and factors {factors}; expected crops, and factors above 0"
+        )
     return layer.call(interpolate, layer.inputs[0], layer.input(1), size, factors, pads)
 
 
@@ -231,14 +239,22 @@ def permute(x: Tensor, order: Sequence[int]) -> Tensor:
 def crop(x: Tensor, like: Tensor, axis: int, offsets: Sequence[int]) -> Tensor:
     """Return the part of ``x`` that has the sizes of ``like`` from ``axis`` on."""
     axes = range(axis % x.dim(), x.dim())
-    starts = list(offsets) * len(axes) if len(offsets) == 1 else list(offsets) or [0] * len(axes)
+    starts = (
+        list(offsets) * len(axes)
+        if len(offsets) == 1
+        else list(offsets) or [0] * len(axes)
+    )
     for place, start in zip(axes, starts, strict=True):
         x = x.narrow(place, start, like.shape[place])
     return x
 
 
 def interpolate(
-    x: Tensor, like: Tensor | None, size: Sequence[int], factors: Sequence[int], pads: Sequence[int]
+    x: Tensor,
+    like: Tensor | None,
+    size: Sequence[int],
+    factors: Sequence[int],
+    pads: Sequence[int],
 ) -> Tensor:
     """Return images of a size, or (old + pads - 1) / shrink * zoom, with corners in place."""
     before, behind = pads

@@ -23,14 +23,20 @@ from torchq.frontends.mxnet.converters import operators
 from torchq.frontends.mxnet.node import SymbolContext, converter, row
 
 
-def _window(node: SymbolContext, *sizes: tuple[str, int]) -> tuple[list[int], list[list[int]]]:
+def _window(
+    node: SymbolContext, *sizes: tuple[str, int]
+) -> tuple[list[int], list[list[int]]]:
     """Return the kernel, and what the node says of its steps, by default the same number each."""
     node.expect("layout", "NCW", "NCHW", "NCDHW")
     kernel = node.attr("kernel", list)
     parts = [node.attr(name, []) or [default] * len(kernel) for name, default in sizes]
-    if len(kernel) not in CONVOLUTIONS or {len(part) for part in parts} != {len(kernel)}:
+    if len(kernel) not in CONVOLUTIONS or {len(part) for part in parts} != {
+        len(kernel)
+    }:
         names = ", ".join(name for name, _ in sizes)
-        node.refuse(f"got kernel, {names} {[kernel, *parts]}; expected 1 to 3 sizes in each")
+        node.refuse(
+            f"got kernel, {names} {[kernel, *parts]}; expected 1 to 3 sizes in each"
+        )
     return kernel, parts
 
 
@@ -74,7 +80,9 @@ def _fully_connected(node: SymbolContext) -> Value:
     weight = node.parameter(1, "weight")
     hidden = node.attr("num_hidden", int)
     if weight.tensor.dim() != 2 or weight.tensor.shape[0] != hidden:
-        node.refuse(f"its weight has shape {tuple(weight.tensor.shape)}; expected ({hidden}, any)")
+        node.refuse(
+            f"its weight has shape {tuple(weight.tensor.shape)}; expected ({hidden}, any)"
+        )
     x = node.inputs[0]
     bias = _bias(node, hidden)
     if node.attr("flatten", True) and node.ndim(0) != 2:
@@ -89,7 +97,9 @@ def _embedding(node: SymbolContext) -> Value:
     sizes = (node.attr("input_dim", int), node.attr("output_dim", int))
     node.expect("dtype", "float32")
     if tuple(weight.tensor.shape) != sizes:
-        node.refuse(f"its weight has shape {tuple(weight.tensor.shape)}; expected {sizes}")
+        node.refuse(
+            f"its weight has shape {tuple(weight.tensor.shape)}; expected {sizes}"
+        )
     module = filled(node.builder, nn.Embedding(*sizes, device="meta"), weight)
     return node.layer(module, node.call(operators.rows, node.inputs[0], sizes[0]))
 
@@ -110,7 +120,9 @@ def _pooling(node: SymbolContext) -> Value:
             return node.module(layer(1), node.inputs[0])
         return node.call(global_pool, node.inputs[0], kind)
     kernel, (stride, pad) = _window(node, ("stride", 1), ("pad", 0))
-    return pooling(node, kind, kernel, stride, [1] * len(kernel), pad + pad, convention, include)
+    return pooling(
+        node, kind, kernel, stride, [1] * len(kernel), pad + pad, convention, include
+    )
 
 
 @converter("UpSampling")
@@ -121,7 +133,9 @@ def _upsampling(node: SymbolContext) -> Value:
     if kind == "nearest":
         if len(node.inputs) != 1:
             node.refuse(f"got {len(node.inputs)} inputs; expected one")
-        return node.module(nn.Upsample(scale_factor=scale, mode="nearest"), node.inputs[0])
+        return node.module(
+            nn.Upsample(scale_factor=scale, mode="nearest"), node.inputs[0]
+        )
     if kind != "bilinear":
         node.refuse(f"sample_type is {kind!r}; expected nearest or bilinear")
     weight = node.parameter(1, "weight")
@@ -163,7 +177,13 @@ def _batch_norm(node: SymbolContext) -> Value:
     momentum = node.attr("momentum", 0.9)
     axis = node.attr("axis", 1)
     fixed = node.attr("fix_gamma", True)
-    for name in ("use_global_stats", "key", "ndev", "min_calib_range", "max_calib_range"):
+    for name in (
+        "use_global_stats",
+        "key",
+        "ndev",
+        "min_calib_range",
+        "max_calib_range",
+    ):
         node.attr(name)  # inference always uses the global statistics
     if node.outputs > 1:
         node.refuse("its mean and variance are read, which is not supported")
@@ -180,7 +200,9 @@ def _batch_norm(node: SymbolContext) -> Value:
         return node.call(operators.batch_norm, node.inputs[0], *states, eps, axis)
     module = batch_norm(node.builder, ndim, parts, eps, 1 - momentum)
     if fixed:
-        module.weight = node.builder.parameter(gamma, "fixed", torch.ones_like(gamma.tensor))
+        module.weight = node.builder.parameter(
+            gamma, "fixed", torch.ones_like(gamma.tensor)
+        )
     module.weight.requires_grad_(not fixed)
     return node.layer(module)
 
@@ -207,7 +229,9 @@ def _layer_norm(node: SymbolContext) -> Value:
     beta = node.parameter(2, "beta")
     if axis not in (-1, (node.ndim(0) or 0) - 1):
         node.refuse(f"axis is {axis}; expected the last one")
-    return node.layer(filled(node.builder, nn.LayerNorm(gamma.tensor.numel(), eps), gamma, beta))
+    return node.layer(
+        filled(node.builder, nn.LayerNorm(gamma.tensor.numel(), eps), gamma, beta)
+    )
 
 
 @converter("L2Normalization")
@@ -215,10 +239,17 @@ def _l2_normalization(node: SymbolContext) -> Value:
     mode = node.attr("mode", "instance")
     if mode not in ("instance", "channel", "spatial"):
         node.refuse(f"mode is {mode!r}; expected instance, channel or spatial")
-    return node.call(operators.l2_normalize, node.inputs[0], mode, node.attr("eps", 1e-10))
+    return node.call(
+        operators.l2_normalize, node.inputs[0], mode, node.attr("eps", 1e-10)
+    )
 
 
-_ACTIVATIONS = {"relu": nn.ReLU, "sigmoid": nn.Sigmoid, "tanh": nn.Tanh, "softsign": nn.Softsign}
+_ACTIVATIONS = {
+    "relu": nn.ReLU,
+    "sigmoid": nn.Sigmoid,
+    "tanh": nn.Tanh,
+    "softsign": nn.Softsign,
+}
 for _name, _module in _ACTIVATIONS.items():
     row(_name, _module)
 row("LogisticRegressionOutput", nn.Sigmoid)
@@ -255,7 +286,9 @@ def _leaky_relu(node: SymbolContext) -> Value:
         "gelu": (nn.GELU,),
     }
     if kind not in modules:
-        node.refuse(f"act_type is {kind!r}; expected prelu or one of {', '.join(modules)}")
+        node.refuse(
+            f"act_type is {kind!r}; expected prelu or one of {', '.join(modules)}"
+        )
     cls, *arguments = modules[kind]
     return node.module(cls(*arguments), node.inputs[0])
 
@@ -269,7 +302,9 @@ def _softmax(node: SymbolContext) -> Value:
     node.expect("dtype", "float32")
     if temperature != 1.0:
         x = node.call(torch.div, x, temperature)
-    return node.module(nn.LogSoftmax(axis) if node.op_type[0] == "l" else nn.Softmax(axis), x)
+    return node.module(
+        nn.LogSoftmax(axis) if node.op_type[0] == "l" else nn.Softmax(axis), x
+    )
 
 
 @converter("SoftmaxActivation")
@@ -300,7 +335,9 @@ def _softmax_output(node: SymbolContext) -> Value:
     channels = node.attr("multi_output", False)
     last = node.attr("preserve_shape", False)
     if channels or last or node.ndim(0) == 2:
-        return node.module(nn.Softmax(-1 if last and not channels else 1), node.inputs[0])
+        return node.module(
+            nn.Softmax(-1 if last and not channels else 1), node.inputs[0]
+        )
     return node.call(operators.softmax_rows, node.inputs[0])
 
 
@@ -313,7 +350,9 @@ def _passed_on(node: SymbolContext) -> Value:
 def global_pool(x: Tensor, kind: str) -> Tensor:
     """Return the maximum, mean or sum of each channel; its dimensions are kept as 1."""
     names = {"max": "amax", "avg": "mean"}
-    pooled: Tensor = getattr(torch, names.get(kind, kind))(x, list(range(2, x.dim())), keepdim=True)
+    pooled: Tensor = getattr(torch, names.get(kind, kind))(
+        x, list(range(2, x.dim())), keepdim=True
+    )
     return pooled
 
 
@@ -327,7 +366,11 @@ def resize_bilinear(
 
 
 def crop(
-    x: Tensor, like: Tensor | None, size: Sequence[int], offset: Sequence[int], center: bool
+    x: Tensor,
+    like: Tensor | None,
+    size: Sequence[int],
+    offset: Sequence[int],
+    center: bool,
 ) -> Tensor:
     """Return a window of images, of ``size`` or of the size of ``like``."""
     height, width = like.shape[2:] if like is not None else size

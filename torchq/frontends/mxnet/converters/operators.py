@@ -21,7 +21,12 @@ from torchq.frontends.building.functions import (
 from torchq.frontends.building.graph import Value
 from torchq.frontends.mxnet.node import SymbolContext, converter, row
 
-_COMPARISONS = {"equal": "eq", "not_equal": "ne", "greater": "gt", "greater_equal": "ge"}
+_COMPARISONS = {
+    "equal": "eq",
+    "not_equal": "ne",
+    "greater": "gt",
+    "greater_equal": "ge",
+}
 _COMPARISONS |= {"lesser": "lt", "lesser_equal": "le"}
 
 
@@ -46,7 +51,9 @@ def _vector(x: Tensor) -> Tensor:
     return x.reshape(1) if x.dim() == 0 else x
 
 
-def reduce(x: Tensor, kind: str, axes: Sequence[int], keepdims: bool, exclude: bool) -> Tensor:
+def reduce(
+    x: Tensor, kind: str, axes: Sequence[int], keepdims: bool, exclude: bool
+) -> Tensor:
     """Return a reduction along axes, along all without any, or along the others if ``exclude``."""
     chosen = [axis % x.dim() for axis in axes]
     if exclude:
@@ -81,7 +88,13 @@ def batch_dot(a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> Ten
 
 
 def batch_norm(
-    x: Tensor, gamma: Tensor, beta: Tensor, mean: Tensor, variance: Tensor, eps: float, axis: int
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    eps: float,
+    axis: int,
 ) -> Tensor:
     """Return a BatchNorm with fixed statistics along any axis."""
     shape = [-1 if i == axis % x.dim() else 1 for i in range(x.dim())]
@@ -91,7 +104,11 @@ def batch_norm(
 
 def l2_normalize(x: Tensor, mode: str, eps: float) -> Tensor:
     """Return ``x`` over the norm of each sample, of a place's channels, or a channel's places."""
-    axes = [1] if mode == "channel" else list(range(2 if mode == "spatial" else 1, x.dim()))
+    axes = (
+        [1]
+        if mode == "channel"
+        else list(range(2 if mode == "spatial" else 1, x.dim()))
+    )
     return x / torch.sqrt(torch.sum(x * x, axes, keepdim=True) + eps)
 
 
@@ -155,7 +172,9 @@ _SCALAR: dict[str, tuple[Callable[..., object], Callable[..., object] | None]] =
     "_rdiv_scalar _RDivScalar": (torch.mul, torch.reciprocal),
     "_power_scalar _PowerScalar": (torch.pow, None),
 }
-_SCALARS = {name: functions for names, functions in _SCALAR.items() for name in names.split()}
+_SCALARS = {
+    name: functions for names, functions in _SCALAR.items() for name in names.split()
+}
 
 
 @converter(*_SCALARS)
@@ -175,7 +194,9 @@ def _exponential(node: SymbolContext) -> Value:
 def _bound(node: SymbolContext) -> Value:
     limit = node.attr("scalar", float)
     is_lowest = node.op_type.lower().startswith("_max")
-    return node.call(torch.clamp, node.inputs[0], *((limit, None) if is_lowest else (None, limit)))
+    return node.call(
+        torch.clamp, node.inputs[0], *((limit, None) if is_lowest else (None, limit))
+    )
 
 
 @converter("clip")
@@ -197,8 +218,14 @@ def _pad(node: SymbolContext) -> Value:
     mode = node.attr("mode", str)
     widths = node.attr("pad_width", list)
     value = [node.attr("constant_value", 0.0)] if mode == "constant" else []
-    if mode not in ("constant", "edge", "reflect") or widths[:4] != [0] * 4 or len(widths) % 2:
-        node.refuse(f"mode is {mode!r} and pad_width {widths}; expected pads of images alone")
+    if (
+        mode not in ("constant", "edge", "reflect")
+        or widths[:4] != [0] * 4
+        or len(widths) % 2
+    ):
+        node.refuse(
+            f"mode is {mode!r} and pad_width {widths}; expected pads of images alone"
+        )
     amounts = pad_amounts([*widths[4::2], *widths[5::2]])
     mode = {"edge": "replicate"}.get(mode, mode)
     return node.call(F.pad, node.inputs[0], amounts, mode, *value)
@@ -252,15 +279,21 @@ def _split_at(node: SymbolContext) -> list[Value]:
     return _parts(node, node.attr("axis", 0), count, where)
 
 
-def _parts(node: SymbolContext, axis: int, count: int, where: int | list[int]) -> list[Value]:
+def _parts(
+    node: SymbolContext, axis: int, count: int, where: int | list[int]
+) -> list[Value]:
     if not 0 < count < _LARGEST:
         node.refuse(f"it has {count} outputs; expected a positive number")
     squeezed = node.attr("squeeze_axis", False)
     if isinstance(where, int):
-        parts = node.call_parts(count, split_evenly, node.inputs[0], count, axis, squeezed)
+        parts = node.call_parts(
+            count, split_evenly, node.inputs[0], count, axis, squeezed
+        )
     else:
         parts = node.call_parts(count, torch.tensor_split, node.inputs[0], where, axis)
-    return [node.call(torch.squeeze, part, axis) if squeezed else part for part in parts]
+    return [
+        node.call(torch.squeeze, part, axis) if squeezed else part for part in parts
+    ]
 
 
 @converter("slice", "crop")
@@ -309,10 +342,16 @@ def _arange(node: SymbolContext) -> Value:
     node.expect("infer_range", "False", "0")
     first, last = (0.0, start) if stop is None else (start, stop)
     if not each or not 0 <= (last - first) / each * repeat <= _LARGEST:
-        node.refuse(f"got a range from {first} to {last}; expected at most {_LARGEST} elements")
+        node.refuse(
+            f"got a range from {first} to {last}; expected at most {_LARGEST} elements"
+        )
     dtype = node.attr("dtype", torch.float32)
     sequence = node.call(torch.arange, first, last, each, dtype=dtype)
-    return sequence if repeat == 1 else node.call(torch.repeat_interleave, sequence, repeat)
+    return (
+        sequence
+        if repeat == 1
+        else node.call(torch.repeat_interleave, sequence, repeat)
+    )
 
 
 def reshape(x: Tensor, codes: Sequence[int], reverse: bool) -> Tensor:
@@ -343,7 +382,9 @@ def reshape(x: Tensor, codes: Sequence[int], reverse: bool) -> Tensor:
     return x.reshape(result[::step])
 
 
-def split_evenly(x: Tensor, count: int, axis: int, one_each: bool) -> tuple[Tensor, ...]:
+def split_evenly(
+    x: Tensor, count: int, axis: int, one_each: bool
+) -> tuple[Tensor, ...]:
     """Return ``count`` equal parts along ``axis``, of one entry where there must be ``one_each``.
 
     MXNet refuses other sizes, which torch would split into parts of different sizes.
@@ -360,7 +401,10 @@ def split_evenly(x: Tensor, count: int, axis: int, one_each: bool) -> tuple[Tens
 
 
 def slice_each(
-    x: Tensor, begin: Sequence[int | None], end: Sequence[int | None], stride: Sequence[int | None]
+    x: Tensor,
+    begin: Sequence[int | None],
+    end: Sequence[int | None],
+    stride: Sequence[int | None],
 ) -> Tensor:
     """Return a slice of the first dimensions; a negative stride runs backwards."""
     for axis, (first, last) in enumerate(zip(begin, end, strict=True)):
@@ -379,7 +423,10 @@ def slice_like(x: Tensor, like: Tensor, axes: Sequence[int]) -> Tensor:
 def broadcast_to(x: Tensor, shape: Sequence[int]) -> Tensor:
     """Return ``x`` broadcast to ``shape``, where 0 keeps a size."""
     return x.expand(
-        [old_size if size == 0 else size for old_size, size in zip(x.shape, shape, strict=True)]
+        [
+            old_size if size == 0 else size
+            for old_size, size in zip(x.shape, shape, strict=True)
+        ]
     )
 
 

@@ -14,16 +14,22 @@ def _if(node: NodeContext) -> list[Value]:
     condition = node.constant(0)
     branches = [node.attr(name, object) for name in ("then_branch", "else_branch")]
     if condition is not None:
-        return node.builder.convert_nodes(branches[0 if bool(condition.reshape(-1)[0]) else 1])
+        return node.builder.convert_nodes(
+            branches[0 if bool(condition.reshape(-1)[0]) else 1]
+        )
     counts = [len(graph.output) for graph in branches]
     if counts != [len(node.output_names)] * 2:
-        node.refuse(f"its branches have {counts} outputs; expected {len(node.output_names)}")
+        node.refuse(
+            f"its branches have {counts} outputs; expected {len(node.output_names)}"
+        )
     values = node.builder.values
     read = dict.fromkeys(name for graph in branches for name in _read(graph))
     names = [name for name in read if isinstance(values.get(name), (fx.Node, Ints))]
     modules = [_branch(node.builder, graph, names) for graph in branches]
     flag: Any = node.inputs[0]
-    if isinstance(flag, Ints):  # sizes decide: a flag, which exporters know while they trace
+    if isinstance(
+        flag, Ints
+    ):  # sizes decide: a flag, which exporters know while they trace
         flag = flag.items[0]
     result = node.module(Conditional(*modules), flag, *(values[name] for name in names))
     return [result] if counts[0] == 1 else node.parts(counts[0], result)
@@ -48,7 +54,9 @@ def _branch(outer: GraphBuilder, graph: Any, names: Sequence[str]) -> fx.GraphMo
     end = NodeContext(inner, "output", "output", 1, {}, [], [], [])
     outputs = [end.tensor(value) for value in inner.convert_nodes(graph)]
     output_names = [output.name for output in graph.output]
-    return inner.finish(outputs, graph.name or "Branch", names, output_names, [None] * len(names))
+    return inner.finish(
+        outputs, graph.name or "Branch", names, output_names, [None] * len(names)
+    )
 
 
 class Conditional(nn.Module):

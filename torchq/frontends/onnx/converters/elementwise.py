@@ -45,12 +45,18 @@ def _on_sizes(
         if isinstance(value, Ints) and not value.dtype.is_floating_point:
             columns.append(list(value.items))
         elif isinstance(value, Constant) and not value.tensor.is_floating_point():
-            columns.append(value.tensor.reshape(-1).tolist() if value.tensor.dim() < 2 else [])
+            columns.append(
+                value.tensor.reshape(-1).tolist() if value.tensor.dim() < 2 else []
+            )
     counts = {len(column) for column in columns}
-    is_known = len(columns) == len(node.inputs) and 0 not in counts and len(counts - {1}) < 2
+    is_known = (
+        len(columns) == len(node.inputs) and 0 not in counts and len(counts - {1}) < 2
+    )
     if not is_known or not any(isinstance(value, Ints) for value in node.inputs):
         return None
-    rows = zip(*(column * (max(counts) // len(column)) for column in columns), strict=True)
+    rows = zip(
+        *(column * (max(counts) // len(column)) for column in columns), strict=True
+    )
     scalar = all(node.shape(index) == [] for index in range(len(columns)))
     return node.sizes([node.arithmetic(function, *row) for row in rows], scalar, dtype)
 
@@ -177,7 +183,9 @@ def _prelu(node: NodeContext) -> Value:
     if slope is not None and shape is not None and len(shape) >= 2:
         channels = shape[1]
         leading = slope.dim() == len(shape) - 1
-        per_channel = leading and slope.dim() > 0 and slope.numel() == slope.shape[0] == channels
+        per_channel = (
+            leading and slope.dim() > 0 and slope.numel() == slope.shape[0] == channels
+        )
         if slope.numel() == 1 or per_channel:
             module = nn.PReLU(slope.numel())
             module.weight = nn.Parameter(slope.reshape(-1).clone())
@@ -261,7 +269,9 @@ def prelu(x: Tensor, slope: Tensor) -> Tensor:
     return torch.where(x < 0, slope * x, x)
 
 
-_SAME_NAMES = "Abs Atan Ceil Cos Erf Exp Floor IsNaN Neg Log Reciprocal Round Sign Sin Sqrt Tan"
+_SAME_NAMES = (
+    "Abs Atan Ceil Cos Erf Exp Floor IsNaN Neg Log Reciprocal Round Sign Sin Sqrt Tan"
+)
 for _name in _SAME_NAMES.split():
     row(_name, getattr(torch, _name.lower()))
 for _name in ("And", "Or", "Xor"):

@@ -7,7 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchq.frontends.building.functions import convolve, group_norm, pad_amounts, pool, same_pads
+from torchq.frontends.building.functions import (
+    convolve,
+    group_norm,
+    pad_amounts,
+    pool,
+    same_pads,
+)
 from torchq.frontends.building.graph import Constant, Value
 from torchq.frontends.building.layers import (
     BATCH_NORMS,
@@ -45,10 +51,14 @@ def _window(node: NodeContext) -> _Window:
     pads = node.attr("pads", [0] * (2 * spatial))
     auto = node.attr("auto_pad", "NOTSET")
     if [len(stride), len(dilation), len(pads)] != [spatial, spatial, 2 * spatial]:
-        node.refuse(f"strides, dilations or pads do not fit a kernel of {spatial} dimensions")
+        node.refuse(
+            f"strides, dilations or pads do not fit a kernel of {spatial} dimensions"
+        )
     if auto in ("SAME_UPPER", "SAME_LOWER"):
         return _Window(kernel, stride, dilation, auto)
-    return _Window(kernel, stride, dilation, [0] * len(pads) if auto == "VALID" else pads)
+    return _Window(
+        kernel, stride, dilation, [0] * len(pads) if auto == "VALID" else pads
+    )
 
 
 def _padded(node: NodeContext, window: _Window) -> tuple[Value, list[int]]:
@@ -64,7 +74,11 @@ def _padded(node: NodeContext, window: _Window) -> tuple[Value, list[int]]:
 
 
 def pad_same(
-    x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], upper: bool
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    upper: bool,
 ) -> Tensor:
     """Return ``x`` padded with zeros so that a window gives ``ceil(size / stride)`` results."""
     return F.pad(x, pad_amounts(same_pads(x, kernel, stride, dilation, upper)))
@@ -123,7 +137,10 @@ def _transposed_window(node: NodeContext, window: _Window, extra: list[int]) -> 
         if output_shape is None:  # the output size is the input size times the stride
             total = max(0, total)
         else:
-            total += s * int((shape or [])[2 + axis] or 0) - output_shape[-len(extra) :][axis]
+            total += (
+                s * int((shape or [])[2 + axis] or 0)
+                - output_shape[-len(extra) :][axis]
+            )
         half = total // 2
         before.append(half if window.pads == "SAME_UPPER" else total - half)
         behind.append(total - before[-1])
@@ -187,16 +204,22 @@ def _linear(
     factors: tuple[float, float] = (1.0, 1.0),
 ) -> Value:
     """Return a call of a linear layer; weight and bias are multiplied by factors."""
-    tensor, key = (weight.tensor.t(), "transposed") if transposed else (weight.tensor, "")
+    tensor, key = (
+        (weight.tensor.t(), "transposed") if transposed else (weight.tensor, "")
+    )
     alpha, beta = factors
-    module = nn.Linear(tensor.shape[1], tensor.shape[0], bias is not None, device="meta")
+    module = nn.Linear(
+        tensor.shape[1], tensor.shape[0], bias is not None, device="meta"
+    )
     if alpha != 1.0:
         key, tensor = f"{key} * {alpha}", tensor * alpha
     module.weight = node.builder.parameter(weight, key, tensor)
     if bias is not None:
         vector = bias.tensor.reshape(-1).expand(tensor.shape[0])
         vector = vector if beta == 1.0 else vector * beta
-        module.bias = node.builder.parameter(bias, f"* {beta}" if beta != 1.0 else "", vector)
+        module.bias = node.builder.parameter(
+            bias, f"* {beta}" if beta != 1.0 else "", vector
+        )
     return weighted(node, module, weight, x, transposed)
 
 
@@ -215,7 +238,9 @@ def _gemm(node: NodeContext) -> Value:
     bias = node.input(2)
     transposed = node.attr("transA", False), node.attr("transB", False)
     factors = node.attr("alpha", 1.0), node.attr("beta", 1.0)
-    if isinstance(weight, Constant) and _is_linear(node, weight, 0 if transposed[1] else 1):
+    if isinstance(weight, Constant) and _is_linear(
+        node, weight, 0 if transposed[1] else 1
+    ):
         x = node.call(torch.t, x) if transposed[0] else x
         constant_bias = bias if isinstance(bias, Constant) else None
         return _linear(node, x, weight, not transposed[1], constant_bias, factors)
@@ -225,15 +250,25 @@ def _gemm(node: NodeContext) -> Value:
 def _is_linear(node: NodeContext, weight: Constant, axis: int) -> bool:
     """Return True for a product that a linear layer computes; ``axis`` is that of its outputs."""
     bias = node.input(2)
-    is_constant = weight.tensor.is_floating_point() and (bias is None or isinstance(bias, Constant))
+    is_constant = weight.tensor.is_floating_point() and (
+        bias is None or isinstance(bias, Constant)
+    )
     if node.attr("alpha", 1.0) != 1.0 and weight in node.builder.weights:
         return False  # the codes of the file would have another scale
     *leading, last = (1, *bias.tensor.shape) if isinstance(bias, Constant) else (1, 1)
-    return is_constant and last in (1, weight.tensor.shape[axis]) and set(leading) <= {1}
+    return (
+        is_constant and last in (1, weight.tensor.shape[axis]) and set(leading) <= {1}
+    )
 
 
 def gemm(
-    a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, trans_a: bool, trans_b: bool
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None,
+    alpha: float,
+    beta: float,
+    trans_a: bool,
+    trans_b: bool,
 ) -> Tensor:
     """Return ``alpha * a @ b + beta * c`` of matrices that may be transposed before."""
     y = (a.t() if trans_a else a) @ (b.t() if trans_b else b)
@@ -245,12 +280,17 @@ def gemm(
 
 @converter("Einsum")
 def _einsum(node: NodeContext) -> Value:
-    return node.call(torch.einsum, node.attr("equation", str).replace(" ", ""), list(node.inputs))
+    return node.call(
+        torch.einsum, node.attr("equation", str).replace(" ", ""), list(node.inputs)
+    )
 
 
 @converter("BatchNormalization")
 def _batch_norm(node: NodeContext) -> Value:
-    if node.attr("training_mode", 0) or len([name for name in node.output_names if name]) > 1:
+    if (
+        node.attr("training_mode", 0)
+        or len([name for name in node.output_names if name]) > 1
+    ):
         node.refuse("it is in training mode; expected inference")
     epsilon = node.attr("epsilon", 1e-5)
     momentum = node.attr("momentum", 0.9)
@@ -270,7 +310,9 @@ def _instance_norm(node: NodeContext) -> Value:
     ndim = node.ndim(0)
     if parts is None or ndim not in INSTANCE_NORMS:
         x, scale, bias = node.inputs
-        return node.call(F.instance_norm, x, None, None, scale, bias, True, 0.0, epsilon)
+        return node.call(
+            F.instance_norm, x, None, None, scale, bias, True, 0.0, epsilon
+        )
     module = INSTANCE_NORMS[ndim](parts[0].tensor.numel(), epsilon, affine=True)
     filled(node.builder, module, *parts)
     return node.module(module, node.inputs[0], name=module_name(node, parts[0]))
@@ -286,9 +328,13 @@ def _layer_norm(node: NodeContext) -> Value | list[Value]:
     several = len([name for name in node.output_names if name]) > 1
     is_plain = tail is not None and None not in tail and not several
     if parts is None or not is_plain or list(parts[0].tensor.shape) != tail:
-        normalized = node.call_parts(3, layer_norm, *node.inputs[:2], node.input(2), axis, epsilon)
+        normalized = node.call_parts(
+            3, layer_norm, *node.inputs[:2], node.input(2), axis, epsilon
+        )
         return normalized if several else normalized[0]
-    module = filled(node.builder, nn.LayerNorm(tail, epsilon, bias=len(parts) > 1), *parts)
+    module = filled(
+        node.builder, nn.LayerNorm(tail, epsilon, bias=len(parts) > 1), *parts
+    )
     return node.module(module, node.inputs[0], name=module_name(node, parts[0]))
 
 

@@ -59,7 +59,9 @@ def _size(node: NodeContext) -> Value:
         return node.sizes([torch.Size(shape).numel()], True, torch.int64)  # type: ignore[arg-type]
     source = node.builder.shaped.get(node.inputs[0])
     if source is not None:  # the number of dimensions
-        return node.sizes([node.builder.graph.call_method("dim", (source,))], True, torch.int64)
+        return node.sizes(
+            [node.builder.graph.call_method("dim", (source,))], True, torch.int64
+        )
     return node.call(size_of, node.inputs[0])
 
 
@@ -92,7 +94,11 @@ def _range(node: NodeContext) -> Value:
         elif isinstance(value, Constant):
             bounds += value.tensor.reshape(-1).tolist()
     dtype = node.dtype(0)
-    if dtype is not None and len(bounds) == 3 and any(isinstance(b, fx.Node) for b in bounds):
+    if (
+        dtype is not None
+        and len(bounds) == 3
+        and any(isinstance(b, fx.Node) for b in bounds)
+    ):
         return node.call(torch.arange, *bounds, dtype=dtype)
     return node.call(range_of, *node.inputs)
 
@@ -114,7 +120,9 @@ def _gather(node: NodeContext) -> Value:
         if isinstance(value, Ints):
             return node.sizes([value.items[int(number)] for number in numbers], scalar)
         if source is not None:
-            calls = [node.builder.graph.call_method("size", (source, n)) for n in numbers]
+            calls = [
+                node.builder.graph.call_method("size", (source, n)) for n in numbers
+            ]
             return node.sizes(calls, scalar)
         if scalar and not isinstance(value, Constant):
             return node.call(torch.select, value, axis, int(places))
@@ -131,7 +139,9 @@ def _is_table(node: NodeContext, axis: int) -> bool:
     """Return True for a lookup in a matrix of weights by token numbers, an embedding."""
     value = node.inputs[0]
     dtype = node.dtype(1)
-    is_weight = isinstance(value, Constant) and value.tensor.dim() == 2 and bool(value.name)
+    is_weight = (
+        isinstance(value, Constant) and value.tensor.dim() == 2 and bool(value.name)
+    )
     if not is_weight or axis != 0 or node.constant(1) is not None:
         return False
     assert isinstance(value, Constant)
@@ -171,7 +181,9 @@ def _reshape(node: NodeContext) -> Value:
         return node.sizes(node.inputs[0].items, scalar=not sizes)
     shape = list(sizes)
     if not allow_zero:
-        shape = [node.size(0, axis) if size == 0 else size for axis, size in enumerate(sizes)]
+        shape = [
+            node.size(0, axis) if size == 0 else size for axis, size in enumerate(sizes)
+        ]
     return node.call(torch.reshape, node.inputs[0], shape)
 
 
@@ -210,7 +222,9 @@ def _squeeze(node: NodeContext) -> Value:
     value = node.inputs[0]
     shape = node.shape(0)
     if isinstance(value, Ints):
-        return node.sizes(value.items, scalar=len(value.items) == 1 and not value.scalar)
+        return node.sizes(
+            value.items, scalar=len(value.items) == 1 and not value.scalar
+        )
     if axes is None and shape is not None and None not in shape:
         axes = [axis for axis, size in enumerate(shape) if size == 1]
     return node.call(torch.squeeze, value, *([] if axes is None else [axes]))
@@ -302,7 +316,9 @@ def _pad(node: NodeContext) -> Value:
     if mode not in ("constant", "reflect", "edge", "wrap"):
         node.refuse(f"the mode {mode!r} is not known")
     axes = node.axes(3)
-    return node.call(pad, node.inputs[0], node.ints_or_input(1), node.number(2), axes, mode)
+    return node.call(
+        pad, node.inputs[0], node.ints_or_input(1), node.number(2), axes, mode
+    )
 
 
 @converter("DepthToSpace", "SpaceToDepth")
@@ -310,14 +326,20 @@ def _blocks(node: NodeContext) -> Value:
     block = node.attr("blocksize", int)
     spreads = node.op_type == "DepthToSpace"
     if node.attr("mode", "DCR") == "CRD":
-        module = torch.nn.PixelShuffle(block) if spreads else torch.nn.PixelUnshuffle(block)
+        module = (
+            torch.nn.PixelShuffle(block) if spreads else torch.nn.PixelUnshuffle(block)
+        )
         return node.module(module, node.inputs[0])
-    return node.call(depth_to_space if spreads else space_to_depth, node.inputs[0], block)
+    return node.call(
+        depth_to_space if spreads else space_to_depth, node.inputs[0], block
+    )
 
 
 @converter("Trilu")
 def _trilu(node: NodeContext) -> Value:
-    return node.call(triangle, node.inputs[0], node.number(1) or 0, node.attr("upper", True))
+    return node.call(
+        triangle, node.inputs[0], node.number(1) or 0, node.attr("upper", True)
+    )
 
 
 _LARGEST = 2**33
@@ -342,7 +364,10 @@ def reshape(x: Tensor, shape: Tensor | Sequence[int], allow_zero: bool) -> Tenso
     """Return ``x`` reshaped: -1 is the rest, 0 the size at that place unless ``allow_zero``."""
     sizes = _numbers(shape)
     if not allow_zero:  # a symbolic size is none of the zeros
-        sizes = [x.shape[i] if isinstance(n, int) and n == 0 else n for i, n in enumerate(sizes)]
+        sizes = [
+            x.shape[i] if isinstance(n, int) and n == 0 else n
+            for i, n in enumerate(sizes)
+        ]
     return torch.reshape(x, sizes)
 
 
@@ -350,9 +375,12 @@ def expand(x: Tensor, shape: Tensor | Sequence[int]) -> Tensor:
     """Return ``x`` broadcast with ``shape``, in both directions."""
     sizes = _numbers(shape)
     count = max(x.dim(), len(sizes))
-    own_sizes, sizes = ([1] * (count - len(part)) + list(part) for part in (x.shape, sizes))
+    own_sizes, sizes = (
+        [1] * (count - len(part)) + list(part) for part in (x.shape, sizes)
+    )
     result = [
-        a if isinstance(b, int) and b == 1 else b for a, b in zip(own_sizes, sizes, strict=True)
+        a if isinstance(b, int) and b == 1 else b
+        for a, b in zip(own_sizes, sizes, strict=True)
     ]
     check_size(result, "expand")
     return x.expand(result)
@@ -389,7 +417,9 @@ def triangle(x: Tensor, k: Tensor | int, upper: bool) -> Tensor:
 
 def slice_axes(x: Tensor, *bounds: Tensor | Sequence[int] | None) -> Tensor:
     """Return a slice (starts, ends, axes, steps); negative numbers count from the end."""
-    starts, ends, axes, steps = [[] if part is None else _numbers(part) for part in bounds]
+    starts, ends, axes, steps = [
+        [] if part is None else _numbers(part) for part in bounds
+    ]
     axes, steps = axes or list(range(len(starts))), steps or [1] * len(starts)
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
         before_all = step < 0 and end < -x.shape[axis]
@@ -430,7 +460,9 @@ def gather_nd(x: Tensor, indices: Tensor, batch_dims: int) -> Tensor:
     """Return the slices of ``x`` at positions that the last dimension of ``indices`` spells out."""
     behind = range(indices.dim() - 2, -1, -1)
     sizes = zip(indices.shape[:batch_dims], behind, strict=False)
-    batch = [torch.arange(n, device=x.device).view(-1, *[1] * more) for n, more in sizes]
+    batch = [
+        torch.arange(n, device=x.device).view(-1, *[1] * more) for n, more in sizes
+    ]
     places = (*batch, *indices.long().unbind(-1))
     return x[places]
 
@@ -480,7 +512,9 @@ def pad(
 ) -> Tensor:
     """Return ``x`` padded (all before, then behind) by a value or itself; negative pads cut off."""
     amounts = _numbers(pads)
-    places = [axis % x.dim() for axis in axes] if axes is not None else list(range(x.dim()))
+    places = (
+        [axis % x.dim() for axis in axes] if axes is not None else list(range(x.dim()))
+    )
     fill = 0 if value is None else value
     fill = fill.item() if isinstance(fill, Tensor) else fill
     half = len(amounts) // 2
@@ -488,8 +522,12 @@ def pad(
         per_axis = [(0, 0)] * x.dim()
         for i, axis in enumerate(places):
             per_axis[axis] = (amounts[i], amounts[half + i])
-        check_size([n + a + b for n, (a, b) in zip(x.shape, per_axis, strict=True)], "pad")
-        return F.pad(x, [side for pair in reversed(per_axis) for side in pair], value=fill)
+        check_size(
+            [n + a + b for n, (a, b) in zip(x.shape, per_axis, strict=True)], "pad"
+        )
+        return F.pad(
+            x, [side for pair in reversed(per_axis) for side in pair], value=fill
+        )
     for i, axis in enumerate(places):
         x = _pad_by_own(x, axis, amounts[i], amounts[half + i], mode)
     return x

@@ -23,7 +23,10 @@ def quantizer_of(found: Quantization, ndim: int | None) -> TensorQuantizer | Non
     if found.block_size:
         if ndim is None or found.scale.dim() != ndim:
             return None
-        places = {"block_size": found.block_size, "block_axis": found.axis % ndim - ndim}
+        places = {
+            "block_size": found.block_size,
+            "block_axis": found.axis % ndim - ndim,
+        }
         shape = list(found.scale.shape)
     elif found.scale.numel() > 1:
         if ndim is None:
@@ -35,11 +38,15 @@ def quantizer_of(found: Quantization, ndim: int | None) -> TensorQuantizer | Non
         return None
     quantizer = TensorQuantizer(descriptor)
     point = found.zero_point.to(torch.int32).expand(found.scale.shape).reshape(shape)
-    quantizer.set_qparams(found.scale.reshape(shape), None if descriptor.symmetric else point)
+    quantizer.set_qparams(
+        found.scale.reshape(shape), None if descriptor.symmetric else point
+    )
     return quantizer
 
 
-def _descriptor_of(found: Quantization, places: dict[str, Any]) -> QuantDescriptor | None:
+def _descriptor_of(
+    found: Quantization, places: dict[str, Any]
+) -> QuantDescriptor | None:
     """Return a descriptor of the codes and zero point of a file, None where no format has them."""
     dtype, zero_point = found.zero_point.dtype, found.zero_point
     bits = found.bits or 8 * dtype.itemsize
@@ -57,12 +64,18 @@ def _descriptor_of(found: Quantization, places: dict[str, Any]) -> QuantDescript
 
 def module_name(node: NodeContext, weight: Constant) -> str:
     """Return where to put a module: the owner of its weight where names tell, else the node."""
-    match = re.fullmatch(r"(.+?)[./](weight|weight_quantizer[./].*)", weight.name or weight.origin)
+    match = re.fullmatch(
+        r"(.+?)[./](weight|weight_quantizer[./].*)", weight.name or weight.origin
+    )
     return match[1] if match else node.name
 
 
 def weighted(
-    node: NodeContext, module: nn.Module, weight: Constant, x: Value, transposed: bool = False
+    node: NodeContext,
+    module: nn.Module,
+    weight: Constant,
+    x: Value,
+    transposed: bool = False,
 ) -> Value:
     """Call a layer, or its quantized twin with the file's ranges if it stores codes."""
     builder = node.builder
@@ -71,14 +84,18 @@ def weighted(
     if quantized_weight is not None and transposed:
         quantized_weight = quantized_weight.permuted((1, 0))
     weight_quantizer = (
-        None if quantized_weight is None else quantizer_of(quantized_weight, weight.tensor.dim())
+        None
+        if quantized_weight is None
+        else quantizer_of(quantized_weight, weight.tensor.dim())
     )
     if weight_quantizer is None:
         result = node.module(module, x, name=name)
         if isinstance(result, fx.Node):
             result.meta["onnx_weight"] = weight.name
         return result
-    source, of_input = builder.quantizers.get(x, (x, None)) if isinstance(x, fx.Node) else (x, None)
+    source, of_input = (
+        builder.quantizers.get(x, (x, None)) if isinstance(x, fx.Node) else (x, None)
+    )
     input_descriptor = None if of_input is None else of_input.descriptor
     convert_(module, input=input_descriptor, weight=weight_quantizer.descriptor)
     module.weight_quantizer = weight_quantizer
@@ -88,7 +105,11 @@ def weighted(
 
 
 def _parameters(
-    node: NodeContext, scale_index: int, zero_index: int, axis: int, dtype: torch.dtype | None
+    node: NodeContext,
+    scale_index: int,
+    zero_index: int,
+    axis: int,
+    dtype: torch.dtype | None,
 ) -> Quantization | None:
     """Return the scale and zero point of a node where both are known, else None."""
     scale = node.constant(scale_index)
@@ -121,7 +142,13 @@ def _quantize(node: NodeContext) -> Value:
     block_size = node.attr("block_size", 0)
     dtype = _code_type(node)
     result = node.call(
-        quantize_linear, node.inputs[0], node.inputs[1], node.input(2), axis, block_size, dtype
+        quantize_linear,
+        node.inputs[0],
+        node.inputs[1],
+        node.input(2),
+        axis,
+        block_size,
+        dtype,
     )
     parameters = _parameters(node, 1, 2, axis, dtype)
     if isinstance(result, fx.Node) and parameters is not None and not block_size:
@@ -135,14 +162,27 @@ def _dequantize(node: NodeContext) -> Value:
     block_size = node.attr("block_size", 0)
     value = node.inputs[0]
     parameters = _parameters(node, 1, 2, axis, node.dtype(0))
-    if isinstance(value, fx.Node) and parameters is not None and value in node.builder.codes:
+    if (
+        isinstance(value, fx.Node)
+        and parameters is not None
+        and value in node.builder.codes
+    ):
         source, code_parameters = node.builder.codes[value]
-        if code_parameters.equals(parameters) and node.dtype(1) in (torch.float32, None):
+        if code_parameters.equals(parameters) and node.dtype(1) in (
+            torch.float32,
+            None,
+        ):
             quantized = _fake_quantized(node, source, parameters, value)
             if quantized is not None:
                 return quantized
-    result = node.call(dequantize_linear, value, node.inputs[1], node.input(2), axis, block_size)
-    if isinstance(result, Constant) and parameters is not None and isinstance(value, Constant):
+    result = node.call(
+        dequantize_linear, value, node.inputs[1], node.input(2), axis, block_size
+    )
+    if (
+        isinstance(result, Constant)
+        and parameters is not None
+        and isinstance(value, Constant)
+    ):
         origin = re.sub(r"(_quantized|_q|\.quantized|/codes)$", "", value.name)
         result = Constant(result.tensor, "", origin)
         if value.tensor.dtype is not torch.int32:
@@ -150,7 +190,9 @@ def _dequantize(node: NodeContext) -> Value:
     return result
 
 
-def _fake_quantized(node: NodeContext, source: Value, found: Quantization, codes: fx.Node) -> Value:
+def _fake_quantized(
+    node: NodeContext, source: Value, found: Quantization, codes: fx.Node
+) -> Value:
     """Return the call of one quantizer for all readers of codes, None where no format has them."""
     dequantized = node.builder.dequantized.get(codes)
     if dequantized is not None:
@@ -169,7 +211,9 @@ def _fake_quantized(node: NodeContext, source: Value, found: Quantization, codes
 def _quantizer_name(node: NodeContext) -> str:
     """Return where to put a quantizer: the name of the node without the operator."""
     name = re.sub(r"[./_]DequantizeLinear(_\d+)?$", "", node.name)
-    name = re.sub(r"[./]+", "_", name)  # a path of its own: the layer may take the path of the name
+    name = re.sub(
+        r"[./]+", "_", name
+    )  # a path of its own: the layer may take the path of the name
     return name if name.endswith("quantizer") else f"{name}_quantizer"
 
 
@@ -197,7 +241,9 @@ def quantize_linear(
     if dtype.is_floating_point:
         largest = torch.finfo(dtype).max
         ratio = x.float() / scale.float()
-        return torch.where(ratio.isnan(), ratio, ratio.clamp(-largest, largest)).to(dtype)
+        return torch.where(ratio.isnan(), ratio, ratio.clamp(-largest, largest)).to(
+            dtype
+        )
     codes = torch.round(x / scale)
     if zero_point is not None:
         codes = codes + aligned(zero_point, x, axis, block_size).to(codes.dtype)
@@ -210,7 +256,9 @@ def dequantize_linear(
 ) -> Tensor:
     """Return ``(codes - zero_point) * scale`` in the element type of the scale."""
     scale = aligned(scale, codes, axis, block_size)
-    values = codes.to(torch.int64) if not codes.dtype.is_floating_point else codes.float()
+    values = (
+        codes.to(torch.int64) if not codes.dtype.is_floating_point else codes.float()
+    )
     if zero_point is not None:
         zero_point = aligned(zero_point, codes, axis, block_size)
         exact = torch.float32 if zero_point.dtype.is_floating_point else torch.int64

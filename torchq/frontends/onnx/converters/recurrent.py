@@ -14,7 +14,11 @@ from torchq.frontends.onnx.context import NodeContext, converter
 _GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 #: For each gate in torch's order its place in ONNX's order.
 _ORDER = {"LSTM": (0, 2, 3, 1), "GRU": (1, 0, 2), "RNN": (0,)}
-_DEFAULTS = {"LSTM": ["Sigmoid", "Tanh", "Tanh"], "GRU": ["Sigmoid", "Tanh"], "RNN": ["Tanh"]}
+_DEFAULTS = {
+    "LSTM": ["Sigmoid", "Tanh", "Tanh"],
+    "GRU": ["Sigmoid", "Tanh"],
+    "RNN": ["Tanh"],
+}
 
 
 @converter("LSTM", "GRU", "RNN")
@@ -24,22 +28,38 @@ def _recurrent(node: NodeContext) -> list[Value]:
     directions = 2 if direction == "bidirectional" else 1
     default = _DEFAULTS[kind] * directions
     activations = [name.lower() for name in node.attr("activations", default)]
-    if not set(activations) <= set(_ACTIVATIONS) or node.attr("clip") or node.attr("input_forget"):
-        node.refuse("its activations, its clipping or its coupled gates are not supported")
+    if (
+        not set(activations) <= set(_ACTIVATIONS)
+        or node.attr("clip")
+        or node.attr("input_forget")
+    ):
+        node.refuse(
+            "its activations, its clipping or its coupled gates are not supported"
+        )
     batch_first = node.attr("layout", False)
     given = [node.input(place) for place in ((0, 5, 6) if kind == "LSTM" else (0, 5))]
     if batch_first:
-        given = [None if v is None else node.call(torch.transpose, v, 0, 1) for v in given]
-    x, *states = given  # (time, batch, size), and initial states (directions, batch, hidden)
+        given = [
+            None if v is None else node.call(torch.transpose, v, 0, 1) for v in given
+        ]
+    x, *states = (
+        given  # (time, batch, size), and initial states (directions, batch, hidden)
+    )
     module = _as_module(node, directions, activations)
     if module is not None:
         results = _call_module(node, module, x, states, directions)
     elif kind == "RNN":
-        node.refuse("lengths, a reversed direction and computed weights are not supported")
+        node.refuse(
+            "lengths, a reversed direction and computed weights are not supported"
+        )
     else:
         weights = [node.input(index) for index in (1, 2, 3)]
         weights.append(node.input(7) if kind == "LSTM" else None)
-        options = (directions, direction == "reverse", node.attr("linear_before_reset", False))
+        options = (
+            directions,
+            direction == "reverse",
+            node.attr("linear_before_reset", False),
+        )
         arguments = (kind, x, weights, node.input(4), states, activations, *options)
         results = node.call_parts(1 + len(states), run_layer, *arguments)
     if not batch_first:
@@ -48,13 +68,17 @@ def _recurrent(node: NodeContext) -> list[Value]:
     return [node.call(torch.permute, value, order) for value, order in orders]
 
 
-def _as_module(node: NodeContext, directions: int, activations: list[str]) -> nn.Module | None:
+def _as_module(
+    node: NodeContext, directions: int, activations: list[str]
+) -> nn.Module | None:
     """Return torch's layer with the weights of the node, None where torch has no such layer."""
     kind = node.op_type
     weights = [node.input(index) for index in (1, 2, 3)]
     plain = [name.lower() for name in _DEFAULTS[kind]] * directions
     is_relu = kind == "RNN" and set(activations) == {"relu"}
-    w, r, b = ((part.tensor if isinstance(part, Constant) else None) for part in weights)
+    w, r, b = (
+        (part.tensor if isinstance(part, Constant) else None) for part in weights
+    )
     if (
         (w is None or r is None or (b is None and weights[2] is not None))
         or (activations != plain and not is_relu)
@@ -89,12 +113,18 @@ def _call_module(
     first_state = next((state for state in states if state is not None), None)
     arguments: list[Any] = [x]
     if first_state is not None:
-        filled = [node.call(torch.zeros_like, first_state) if s is None else s for s in states]
+        filled = [
+            node.call(torch.zeros_like, first_state) if s is None else s for s in states
+        ]
         arguments.append(tuple(filled) if len(states) > 1 else filled[0])
     result = node.module(module, *arguments)
     y = node.call(getitem, result, 0)
     last = node.call(getitem, result, 1)
-    ends = [node.call(getitem, last, index) for index in (0, 1)] if len(states) > 1 else [last]
+    ends = (
+        [node.call(getitem, last, index) for index in (0, 1)]
+        if len(states) > 1
+        else [last]
+    )
     return [node.call(split_directions, y, directions), *ends]
 
 
@@ -135,19 +165,28 @@ def run_layer(
     found = []
     for d in range(directions):
         direction_weights = [None if part is None else part[d] for part in weights]
-        functions = [_ACTIVATIONS[name] for name in activations[d * each : (d + 1) * each]]
+        functions = [
+            _ACTIVATIONS[name] for name in activations[d * each : (d + 1) * each]
+        ]
         step = _STEPS[kind](direction_weights, functions, linear_before_reset)
         state = tuple(start[d] for start in starts)
         found.append(_run(step, x, state, lengths, reverse or d == 1))
     y = torch.stack([parts[0] for parts in found], 1)
-    return (y, *(torch.stack([parts[i] for parts in found]) for i in range(1, len(found[0]))))
+    return (
+        y,
+        *(torch.stack([parts[i] for parts in found]) for i in range(1, len(found[0]))),
+    )
 
 
 _Step = Callable[..., tuple[Tensor, ...]]
 
 
 def _run(
-    step: _Step, x: Tensor, state: tuple[Tensor, ...], lengths: Tensor | None, reverse: bool
+    step: _Step,
+    x: Tensor,
+    state: tuple[Tensor, ...],
+    lengths: Tensor | None,
+    reverse: bool,
 ) -> tuple[Tensor, ...]:
     """Return all hidden states and the last states; a sequence that ended keeps its states."""
     results = [torch.zeros_like(state[0])] * x.shape[0]
@@ -157,7 +196,9 @@ def _run(
         if lengths is not None:
             alive = (time < lengths).unsqueeze(1)
             results[time] = torch.where(alive, new[0], 0.0)
-            new = tuple(torch.where(alive, a, b) for a, b in zip(new, state, strict=True))
+            new = tuple(
+                torch.where(alive, a, b) for a, b in zip(new, state, strict=True)
+            )
         state = new
     return (torch.stack(results), *state)
 

@@ -28,7 +28,9 @@ _PARTS: dict[str, tuple[_Change, str, _Change]] = {
 }
 
 
-def reduce(x: Tensor, op_type: str, axes: Tensor | Sequence[int], keep: bool, none: bool) -> Tensor:
+def reduce(
+    x: Tensor, op_type: str, axes: Tensor | Sequence[int], keep: bool, none: bool
+) -> Tensor:
     """Return a reduction in the type of ``x``; no axes are all of them, or none if ``none``."""
     axes = axes.tolist() if isinstance(axes, Tensor) else list(axes)
     axes = axes if axes or none else list(range(x.dim()))

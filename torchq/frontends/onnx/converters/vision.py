@@ -46,14 +46,24 @@ def _resize(node: NodeContext) -> Value:
     if axes is None:
         factors_or_sizes = factors or sizes
         axes = list(
-            range(len(factors_or_sizes) if isinstance(factors_or_sizes, list) else node.ndim(0))
+            range(
+                len(factors_or_sizes)
+                if isinstance(factors_or_sizes, list)
+                else node.ndim(0)
+            )
         )
     policy = node.attr("keep_aspect_ratio_policy", "stretch")
-    simple = _as_upsample(node, factors, sizes, axes, options) if policy == "stretch" else None
+    simple = (
+        _as_upsample(node, factors, sizes, axes, options)
+        if policy == "stretch"
+        else None
+    )
     if simple is not None:
         return simple
     roi = node.input(1) if options.coordinates == "tf_crop_and_resize" else None
-    return node.call(resize, node.inputs[0], factors, sizes, axes, policy, roi, list(options))
+    return node.call(
+        resize, node.inputs[0], factors, sizes, axes, policy, roi, list(options)
+    )
 
 
 def _as_upsample(
@@ -64,11 +74,17 @@ def _as_upsample(
     if shape is None or len(shape) != 4 or not node.floating(0) or mode is None:
         return None
     if isinstance(factors, list):
-        full = dict.fromkeys(range(4), 1.0) | dict(zip([a % 4 for a in axes], factors, strict=True))
+        full = dict.fromkeys(range(4), 1.0) | dict(
+            zip([a % 4 for a in axes], factors, strict=True)
+        )
         *leading, height, width = full.values()
-        if leading != [1, 1] or not all(f >= 1 and float(f).is_integer() for f in (height, width)):
+        if leading != [1, 1] or not all(
+            f >= 1 and float(f).is_integer() for f in (height, width)
+        ):
             return None
-        module = nn.Upsample(scale_factor=(height, width), mode=mode[0], align_corners=mode[1])
+        module = nn.Upsample(
+            scale_factor=(height, width), mode=mode[0], align_corners=mode[1]
+        )
         return node.module(module, node.inputs[0])
     if not isinstance(sizes, list) or axes not in ([0, 1, 2, 3], [2, 3]):
         return None
@@ -118,7 +134,9 @@ def _roi_align(node: NodeContext) -> Value:
     default = "half_pixel" if node.version >= 16 else "output_half_pixel"
     half = node.attr("coordinate_transformation_mode", default) == "half_pixel"
     options = (node.attr("sampling_ratio", 0), node.attr("spatial_scale", 1.0), half)
-    return node.call(roi_align, *node.inputs, size, *options, node.attr("mode", "avg") == "max")
+    return node.call(
+        roi_align, *node.inputs, size, *options, node.attr("mode", "avg") == "max"
+    )
 
 
 def resize(
@@ -141,15 +159,19 @@ def resize(
         new_sizes = sizes.tolist() if isinstance(sizes, Tensor) else list(sizes)
         factors = [w / n for w, n in zip(new_sizes, sizes_before, strict=True)]
         if policy != "stretch":
-            factors = [(min if policy == "not_larger" else max)(factors)] * len(sizes_before)
+            factors = [(min if policy == "not_larger" else max)(factors)] * len(
+                sizes_before
+            )
             new_sizes = [
-                math.floor(f * n + 0.5) for f, n in zip(factors, sizes_before, strict=True)
+                math.floor(f * n + 0.5)
+                for f, n in zip(factors, sizes_before, strict=True)
             ]
     else:
         assert scales is not None
         factors = scales.tolist() if isinstance(scales, Tensor) else list(scales)
         new_sizes = [
-            math.floor(n * factor) for n, factor in zip(sizes_before, factors, strict=True)
+            math.floor(n * factor)
+            for n, factor in zip(sizes_before, factors, strict=True)
         ]
     bounds = [0.0] * len(axes) + [1.0] * len(axes) if roi is None else roi.tolist()
     for place, axis in enumerate(axes):
@@ -160,7 +182,11 @@ def resize(
 
 
 def _coordinates(
-    count: int, size: int, factor: float, span: tuple[float, float], options: ResizeOptions
+    count: int,
+    size: int,
+    factor: float,
+    span: tuple[float, float],
+    options: ResizeOptions,
 ) -> Tensor:
     """Return where each new element lies in the old axis."""
     at = torch.arange(count, dtype=torch.float64)
@@ -172,7 +198,9 @@ def _coordinates(
         return at / factor
     if mode == "tf_crop_and_resize":
         if count > 1:
-            return span[0] * (size - 1) + at * (span[1] - span[0]) * (size - 1) / (length - 1)
+            return span[0] * (size - 1) + at * (span[1] - span[0]) * (size - 1) / (
+                length - 1
+            )
         return torch.full_like(at, 0.5 * (span[0] + span[1]) * (size - 1))
     if mode == "pytorch_half_pixel" and count == 1:
         return torch.full_like(at, -0.5)
@@ -206,16 +234,22 @@ def _resize_axis(
     outside = ((where < 0) | (where > size - 1)).to(x.device)
     shape = [1] * x.dim()
     shape[axis] = count
-    return torch.where(outside.view(shape), torch.tensor(options.extrapolation, dtype=x.dtype), y)
+    return torch.where(
+        outside.view(shape), torch.tensor(options.extrapolation, dtype=x.dtype), y
+    )
 
 
 def _nearest(where: Tensor, mode: str) -> Tensor:
     if mode in ("floor", "ceil"):
         return where.floor() if mode == "floor" else where.ceil()
-    return (where + 0.5).floor() if mode == "round_prefer_ceil" else (where - 0.5).ceil()
+    return (
+        (where + 0.5).floor() if mode == "round_prefer_ceil" else (where - 0.5).ceil()
+    )
 
 
-def _taps(where: Tensor, size: int, factor: float, options: ResizeOptions) -> tuple[Tensor, Tensor]:
+def _taps(
+    where: Tensor, size: int, factor: float, options: ResizeOptions
+) -> tuple[Tensor, Tensor]:
     """Return for each new element the old elements that it is made of, and their weights."""
     scale = min(factor, 1.0) if options.antialias else 1.0
     reach = 1.0 if options.mode == "linear" else 2.0
@@ -264,19 +298,31 @@ def roi_align(
             "sampling_ratio": ratio,
             "spatial_scale": float(scale),
             "mode": "max" if largest else "avg",
-            "coordinate_transformation_mode": "half_pixel" if half_pixel else "output_half_pixel",
+            "coordinate_transformation_mode": "half_pixel"
+            if half_pixel
+            else "output_half_pixel",
         }
         shape = (rois.shape[0], x.shape[1], *size)
         example = x.new_zeros(shape) if torch.jit.is_tracing() else None
-        return write_operator("RoiAlign", 16, [x, rois, batches], options, shape, x.dtype, example)
+        return write_operator(
+            "RoiAlign", 16, [x, rois, batches], options, shape, x.dtype, example
+        )
     rois = rois * scale - (0.5 if half_pixel else 0.0)
     images = zip(rois, batches, strict=True)
-    results = [_align_one(x[int(b)], roi, size, ratio, half_pixel, largest) for roi, b in images]
+    results = [
+        _align_one(x[int(b)], roi, size, ratio, half_pixel, largest)
+        for roi, b in images
+    ]
     return torch.stack(results) if results else x.new_zeros(0, x.shape[1], *size)
 
 
 def _align_one(
-    image: Tensor, roi: Tensor, size: tuple[int, int], ratio: int, half_pixel: bool, largest: bool
+    image: Tensor,
+    roi: Tensor,
+    size: tuple[int, int],
+    ratio: int,
+    half_pixel: bool,
+    largest: bool,
 ) -> Tensor:
     x1, y1, x2, y2 = roi.tolist()
     width = x2 - x1
@@ -286,7 +332,8 @@ def _align_one(
     (rows, row_weights, ny) = _samples(y1, height, size[0], ratio, image.shape[1])
     (columns, column_weights, nx) = _samples(x1, width, size[1], ratio, image.shape[2])
     corners = [
-        image[:, rows[i]][:, :, columns[j]] * (weights[:, None] * column_weights[j]).to(image)
+        image[:, rows[i]][:, :, columns[j]]
+        * (weights[:, None] * column_weights[j]).to(image)
         for i, weights in enumerate(row_weights)
         for j in (0, 1)
     ]
@@ -301,7 +348,9 @@ def _samples(
 ) -> tuple[list[Tensor], list[Tensor], int]:
     """Return two neighbours and their weights for every sample, and the samples in a bin."""
     count = ratio if ratio > 0 else max(1, math.ceil(length / bins))
-    at = start + (torch.arange(bins * count, dtype=torch.float64) + 0.5) * (length / bins / count)
+    at = start + (torch.arange(bins * count, dtype=torch.float64) + 0.5) * (
+        length / bins / count
+    )
     outside = (at < -1.0) | (at > size)
     at = at.clamp(min=0)
     low = at.floor().long()
