@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from torchq.errors import CalibrationError, ConfigError
 from torchq.graph import call_model, map_tensors, tensors_in
-from torchq.utils import device_of, short_repr, untouched
+from torchq.utils import device_of, network_of, short_repr, untouched
 
 #: Boxes of an image that are looked at, each with a label: those with the largest scores.
 _MOST = 300
@@ -272,7 +272,7 @@ class Detections:
         Raises:
             CalibrationError: ``model`` detects nothing in them.
         """
-        expected = _outputs(model, batches)
+        expected = _outputs(network_of(model), batches)
         for output in expected[:1]:
             self.check_layout(output)
         whole = [

@@ -324,6 +324,7 @@ def layer_errors(
         >>> [row.name for row in errors.rows]
         ['0', '1']
     """
+    model = utils.network_of(model)
     model = utils.unwrapped(model)
     utils.check_batches(_WHERE, batches, num_batches)
     measurement = _Measurement(model)

@@ -181,7 +181,7 @@ def mixed_precision(
     check_budget(budget)
     check_formats(formats)
     sample_batches = utils.kept_batches(_WHERE, batches)
-    base = utils.copy_module(utils.unwrapped(model)).eval()
+    base = utils.copy_module(utils.unwrapped(utils.network_of(model))).eval()
     restore_(base)
     chosen = dict(map(_named, formats))
     candidates = {

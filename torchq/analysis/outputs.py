@@ -17,7 +17,7 @@ from torchq.analysis.layers import active_quantizers
 from torchq.errors import ConfigError
 from torchq.graph import Forward, call_model, results_in, tensors_in
 from torchq.nn import quantizing_only
-from torchq.utils import RandomState, device_of, progress_bar, untouched
+from torchq.utils import RandomState, device_of, network_of, progress_bar, untouched
 
 #: What Transformers ("logits", "logits_per_image") and torchvision ("out") call scores of classes.
 _NAMES = ("logits", "out")
@@ -358,6 +358,7 @@ def compare_outputs(
         ConfigError: The metric is none of these.
         CalibrationError: The float model detects nothing in the batches.
     """
+    model = network_of(model)
     chosen = user_metric("compare_outputs", metric)
     active, sums = active_quantizers(model), Sums()
     call = partial(call_model, model, forward=forward, device=device_of(model))

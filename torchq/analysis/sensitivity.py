@@ -45,6 +45,7 @@ from torchq.utils import (
     device_of,
     evaluating,
     item_count,
+    network_of,
     progress_bar,
     state_kept,
     table,
@@ -221,6 +222,7 @@ def sensitivity(
         >>> sorted(found.worst(2))
         ['0', '1']
     """
+    model = network_of(model)
     model = unwrapped(model)
     check_batches(_WHERE, batches, num_batches)
     layers = quantized_layers(model, _WHERE)

@@ -24,7 +24,7 @@ from torchq.graph.calling import tensors_in, with_copies
 from torchq.graph.operators import DROPOUTS, may_write, operator_name
 from torchq.graph.runner import GraphRunner
 from torchq.graph.tracing import trace
-from torchq.utils import Registry, evaluating, random_kept, state_kept
+from torchq.utils import Registry, evaluating, network_of, random_kept, state_kept
 
 
 class Graph:
@@ -62,7 +62,7 @@ class Graph:
                     f"Graph: got a {type(model).__name__} without an example; expected one to "
                     "trace the model with"
                 )
-            model = trace(model, example).graph_module
+            model = trace(network_of(model), example).graph_module
         of_example = {} if example is None else {"example": example}
         self._module = model
         self._attributes = MappingProxyType({**of_example, **(attributes or {})})

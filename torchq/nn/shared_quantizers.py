@@ -16,6 +16,7 @@ from torchq.errors import ConfigError, QuantizationError
 from torchq.formats import PerTensor
 from torchq.functional import Range
 from torchq.nn.tensor_quantizer import TensorQuantizer
+from torchq.utils import network_of
 
 
 def share_quantizers_(model: nn.Module, paths: Sequence[str]) -> TensorQuantizer:
@@ -37,7 +38,7 @@ def share_quantizers_(model: nn.Module, paths: Sequence[str]) -> TensorQuantizer
         >>> model[1].input_quantizer is model[0].input_quantizer is shared
         True
     """
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = dict(network_of(model).named_modules(remove_duplicate=False))
     chosen = [modules.get(path) for path in paths]
     for path, quantizer in zip(paths, chosen, strict=True):
         if not isinstance(quantizer, TensorQuantizer):

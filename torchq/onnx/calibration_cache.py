@@ -20,7 +20,7 @@ from torch import nn
 from torchq.errors import CalibrationError
 from torchq.nn import TensorQuantizer
 from torchq.onnx.named_tensors import named_tensors
-from torchq.utils import undone_on_error
+from torchq.utils import network_of, undone_on_error
 from torchq.workflow import calibrate_weights, quantizers
 
 _HEADER = re.compile(r"TRT-\d+-\w+")
@@ -101,6 +101,7 @@ def apply_calibration_cache(
         CalibrationError: A quantizer's tensor has no scale, as in a cache of another network, or an
             infinite one. The model stays as it was.
     """
+    model = network_of(model)
     scales = cache if isinstance(cache, Mapping) else read_calibration_cache(cache)
     where = "the cache" if isinstance(cache, Mapping) else str(cache)
     finite = {name: math.isfinite(scale) for name, scale in scales.items()}

@@ -47,6 +47,7 @@ from torchq.runtime import Runtime
 from torchq.utils import (
     bullets,
     check_fields,
+    network_of,
     parse_json,
     replacing,
     short_repr,
@@ -130,6 +131,7 @@ def export_encodings(
         ExportError: Codes are no integers, or a tensor has several grids. And see
             :func:`torchq.export_onnx`.
     """
+    model = network_of(model)
     if version not in VERSIONS:
         raise ConfigError(
             f"export_encodings: got version {short_repr(version)}; expected one of {VERSIONS}"
@@ -343,6 +345,7 @@ def apply_encodings(
         CalibrationError: A quantizer's tensor has no encoding, as in those of another network, or
             has a grid that the quantizer cannot hold. The model stays as it was.
     """
+    model = network_of(model)
     grids = encodings if isinstance(encodings, Mapping) else read_encodings(encodings)
     where = "the encodings" if isinstance(encodings, Mapping) else str(encodings)
     tensors_by_path = named_tensors(

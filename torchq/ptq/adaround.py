@@ -34,7 +34,7 @@ from torchq.ptq.layers import (
     weight_quantizer,
 )
 from torchq.ptq.replay import Block, Replay, copied, replaced_forward
-from torchq.utils import Pattern, evaluating, undone_on_error
+from torchq.utils import Pattern, evaluating, network_of, undone_on_error
 from torchq.workflow import weight_quantizers
 from torchq.workflow.layer_matrices import weight_from_matrix
 
@@ -147,6 +147,7 @@ def adaround_(
         >>> list(torchq.ptq.adaround_(model, batches, steps=2, progress=False).blocks)
         ['0', '1']
     """
+    model = network_of(model)
     if steps < 1:
         raise ConfigError(f"adaround_: got steps={steps}; expected at least 1")
     layers_and_skipped = find_layers("adaround_", model, integer=True)

@@ -15,7 +15,7 @@ from torch import nn
 from torchq.errors import ConfigError
 from torchq.graph import Forward
 from torchq.ptq.layers import check_calibrated
-from torchq.utils import kept_batches, progress_bar
+from torchq.utils import kept_batches, network_of, progress_bar
 from torchq.workflow import Correction
 from torchq.workflow.correction import correct, needs_gains
 from torchq.workflow.runs import Runs
@@ -73,6 +73,7 @@ def correct_bias_(
         >>> print(torchq.ptq.correct_bias_(model, batches, progress=False).line)
         corrected gain and bias of 1 layers; output ... dB -> ... dB on 1 batch
     """
+    model = network_of(model)
     check_calibrated("correct_bias_", model)
     kept = kept_batches("correct_bias_", batches, num_batches)
     runs = Runs(model, _Shown(kept, progress), forward)

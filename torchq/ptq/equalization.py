@@ -32,7 +32,7 @@ from torchq.ptq.layers import (
     scale_,
     why_fixed,
 )
-from torchq.utils import evaluating
+from torchq.utils import evaluating, network_of
 from torchq.workflow import quantizers
 from torchq.workflow.layer_matrices import channel_ranges, spread
 
@@ -134,6 +134,7 @@ def equalize_(
         >>> [pair.second for pair in torchq.ptq.equalize_(model, torch.rand(1, 4)).pairs]
         ['2']
     """
+    model = network_of(model)
     check_not_calibrated("equalize_", model)
     with (
         torch.no_grad(),

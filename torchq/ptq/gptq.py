@@ -33,7 +33,7 @@ from torchq.ptq.layers import (
     weight_quantizer,
 )
 from torchq.ptq.replay import Block, Replay
-from torchq.utils import Pattern, evaluating, undone_on_error
+from torchq.utils import Pattern, evaluating, network_of, undone_on_error
 from torchq.workflow.layer_matrices import (
     input_matrix,
     output_matrix,
@@ -155,6 +155,7 @@ def gptq_(
         >>> list(torchq.ptq.gptq_(model, batches, progress=False).layers)
         ['0', '1']
     """
+    model = network_of(model)
     layers_and_skipped = find_layers("gptq_", model)
     with torch.no_grad(), evaluating(model):
         replay = Replay("gptq_", model, batches, num_batches, forward)

@@ -33,6 +33,7 @@ from torchq.utils import (
     device_of,
     evaluating,
     kept_batches,
+    network_of,
     progress_bar,
     state_kept,
     watching,
@@ -137,6 +138,7 @@ def smooth_(
         >>> torchq.ptq.smooth_(model, [torch.randn(16, 8)], progress=False).groups[0].source
         '0'
     """
+    model = network_of(model)
     if alpha != "auto" and not (isinstance(alpha, (int, float)) and 0 <= alpha <= 1):
         raise ConfigError(f"smooth_: got alpha={alpha!r}; expected 0 to 1, or 'auto'")
     check_not_calibrated("smooth_", model)

@@ -35,6 +35,7 @@ from torchq.utils import (
     copy_module,
     evaluating,
     kept_batches,
+    network_of,
     progress_bar,
     short_repr,
     table,
@@ -414,6 +415,7 @@ def tune(
         torchq.quantize_(model, torchq.recipes.int8(), example=batches[0])
         torchq.calibrate(model, batches)
     """
+    model = network_of(model)
     kept_list = kept_batches("tune", batches)
     if not isinstance(max_drop, (int, float)) or not 0 <= max_drop < math.inf:
         raise ConfigError(f"tune: got max_drop={max_drop!r}; expected a number >= 0")

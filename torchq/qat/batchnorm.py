@@ -13,6 +13,7 @@ from torchq.utils import (
     check_batches,
     device_of,
     evaluating,
+    network_of,
     progress_bar,
     undone_on_error,
 )
@@ -32,6 +33,7 @@ def freeze_bn_(model: nn.Module) -> tuple[str, ...]:
     Returns:
         The paths of the layers that it froze.
     """
+    model = network_of(model)
     return tuple(
         name for name, module in list(model.named_modules()) if freeze_norm_(module)
     )
@@ -46,6 +48,7 @@ def unfreeze_bn_(model: nn.Module) -> tuple[str, ...]:
     Returns:
         The paths of the layers that are free again.
     """
+    model = network_of(model)
     modules = list(model.named_modules())
     training = model.training
     return tuple(name for name, module in modules if unfreeze_norm_(module, training))
@@ -95,6 +98,7 @@ def reestimate_bn_(
 
     Reference: Nagel et al., A White Paper on Neural Network Quantization (2021), section 4.2.1.
     """
+    model = network_of(model)
     check_batches("reestimate_bn_", batches, num_batches)
     norms = [
         m

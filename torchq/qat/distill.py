@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from torchq.errors import ConfigError
 from torchq.graph import tensors_in
 from torchq.swap import restore_
-from torchq.utils import copy_module
+from torchq.utils import copy_module, network_of
 
 
 def float_twin(model: nn.Module) -> nn.Module:
@@ -31,6 +31,7 @@ def float_twin(model: nn.Module) -> nn.Module:
         >>> torchq.workflow.is_quantized(float_twin(model))
         False
     """
+    model = network_of(model)
     frozen = [p for p in model.parameters() if not p.requires_grad]
     twin = copy_module(model, sharing=frozen)
     restore_(twin)
@@ -118,7 +119,7 @@ class Distillation:
         logits: Callable[[Any], Tensor] = first_logits,
     ) -> None:
         _check_temperature(temperature)
-        self.model = model
+        self.model = network_of(model)
         self.teacher = float_twin(model) if teacher is None else teacher
         self.temperature, self.dim = temperature, dim
         self._logits = logits

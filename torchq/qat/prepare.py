@@ -54,6 +54,7 @@ def param_groups(
         >>> [(g["name"], len(g["params"])) for g in param_groups(model, lr=0.1)]
         [('weights', 3), ('biases_and_norms', 3), ('ranges', 2)]
     """
+    model = network_of(model)
     of_weights = weight_quantizers(model)
     names = {
         id(end): "ranges"

@@ -331,6 +331,7 @@ def calibrate_weights(
     Raises:
         CalibrationError: A weight holds NaN or infinity; the text names its quantizer.
     """
+    model = utils.network_of(model)
     failed: dict[str, str] = {}
     for module in model.modules():
         if isinstance(module, QuantModule):

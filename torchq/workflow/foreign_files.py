@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchq.errors import ConfigError
 from torchq.nn.optional_buffers import RECORD, is_record
 from torchq.swap import plan_of
-from torchq.utils import short_repr, why_no_model
+from torchq.utils import network_of, short_repr, why_no_model
 
 # Bytes of an archive that are checked at once.
 _CHUNK = 1 << 20
@@ -57,6 +57,7 @@ def embed_record_(model: nn.Module) -> None:
         >>> "torchq_record" in model.state_dict()
         True
     """
+    model = network_of(model)
     model.register_state_dict_post_hook(_add_record)
     model.register_load_state_dict_pre_hook(_drop_record)
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torchq.errors import ConfigError
 from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
 from torchq.nn.convert import float_class_of
-from torchq.utils import Pattern, check_pattern, matches, pattern_text
+from torchq.utils import Pattern, check_pattern, matches, network_of, pattern_text
 
 
 def is_quantized(model: nn.Module) -> bool:
@@ -27,6 +27,7 @@ def is_quantized(model: nn.Module) -> bool:
 
 def quantizers(model: nn.Module) -> dict[str, TensorQuantizer]:
     """Return every distinct quantizer of ``model`` by its first dotted path."""
+    model = network_of(model)
     return {
         name: module
         for name, module in model.named_modules()
@@ -62,6 +63,7 @@ def select_quantizers(
     Raises:
         ConfigError: A pattern selects none.
     """
+    model = network_of(model)
     if isinstance(patterns, (str, type)) or callable(patterns):
         patterns = (patterns,)
     chosen: dict[str, TensorQuantizer] = {}

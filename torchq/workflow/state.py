@@ -174,7 +174,10 @@ def load(
         OSError: The file cannot be read.
     """
     content = read_file(path, map_location)
-    with _without_wrappers(model) as inside, unchanged_on_error(inside):
+    with (
+        _without_wrappers(network_of(model)) as inside,
+        unchanged_on_error(inside),
+    ):
         stored, state, part = _unpack(inside, path, content)
         apply_(part, stored, example if part is inside else None)
         for name, quantizer in quantizers(inside).items():

@@ -43,7 +43,7 @@ from torchq.errors import CalibrationError, ConfigError
 from torchq.formats import PerTensor
 from torchq.graph import Forward, call_model
 from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
-from torchq.utils import device_of, progress_bar, untouched, unwrapped
+from torchq.utils import device_of, network_of, progress_bar, untouched, unwrapped
 from torchq.version import __version__
 from torchq.workflow import quantizers
 
@@ -70,6 +70,7 @@ def collect(
     progress: bool,
 ) -> dict[str, Any]:
     """Measure everything that a report shows; None in the data stands for what is not finite."""
+    model = network_of(model)
     model = unwrapped(model)
     layers = quantized_layers(model, "report")
     options: dict[str, Any] = {"forward": forward, "progress": progress}

@@ -20,7 +20,7 @@ from torchq.frontends.checkpoints.makers import (
 from torchq.nn import QuantModule, TensorQuantizer, quantized_class
 from torchq.nn.convert import unchanged_on_error
 from torchq.swap import Plan, quantize_
-from torchq.utils import bullets, short_repr, undone_on_error
+from torchq.utils import bullets, network_of, short_repr, undone_on_error
 
 
 class Maker(NamedTuple):
@@ -76,6 +76,8 @@ def adopt_(model: nn.Module, other: nn.Module | torch.export.ExportedProgram) ->
                 f"adopt_: {name}: got a {type(value).__name__}; expected a torch.nn.Module. Pass "
                 "the float model, then the one that another library quantized"
             )
+    model = network_of(model)
+    graph = network_of(graph)
     if any(isinstance(module, TensorQuantizer) for module in model.modules()):
         raise ConfigError(
             "adopt_: got a quantized model; expected a float one. Call restore_ on it"
