@@ -48,10 +48,11 @@ SIZES |= {f"vgg{depth}{end}": 224 for depth in (11, 13, 16, 19) for end in ("", 
 #: Cases whose expected values come from NumPy's transforms in float32: some should be 0 and are off
 #: by rounding.
 NOISY = {"test_dft_inverse": 1e-5, "test_dft_inverse_opset19": 1e-5}
+# Two units in the last place.
 HALF_PRECISION = {
     torch.float16: 2.0**-9,
     torch.bfloat16: 2.0**-6,
-}  # two units in the last place
+}
 
 
 def as_tensor(value: Any) -> Tensor:
@@ -108,9 +109,8 @@ def outcome(source: Any, data: Iterable[Any], rtol: float, atol: float) -> Row:
 def cases() -> dict[str, Any]:
     """Return the cases of a single node by name."""
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # the cases are made by code that overflows on purpose
+        # The cases are made by code that overflows on purpose.
+        warnings.simplefilter("ignore")
         from onnx.backend.test.case.node import collect_testcases
 
         return {case.name: case for case in collect_testcases(None)}
@@ -201,9 +201,8 @@ def network(name: str) -> tuple[nn.Module, Tensor]:
             nn.init.uniform_(module.running_mean, -0.1, 0.1)
             nn.init.uniform_(module.running_var, 0.5, 1.5)
         if isinstance(module, nn.Linear) and not module.weight.any():
-            nn.init.normal_(
-                module.weight, std=0.02
-            )  # the heads of vision transformers are zero
+            # The heads of vision transformers are zero.
+            nn.init.normal_(module.weight, std=0.02)
     return model, torch.randn(1, 3, size, size)
 
 

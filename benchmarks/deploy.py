@@ -170,13 +170,11 @@ def vary_constants_(model: nn.Module) -> None:
             nn.init.uniform_(module.scale, 0.5, 1.5)
             nn.init.uniform_(module.bias, -0.3, 0.3)
     for name, parameter in model.named_parameters():
-        if name.endswith(
-            (".gamma", ".layer_scale")
-        ):  # ConvNeXt: 1e-6, which codes make 0.
+        # ConvNeXt: 1e-6, which codes make 0.
+        if name.endswith((".gamma", ".layer_scale")):
             nn.init.uniform_(parameter, 0.5, 1.5)
-        if (
-            name == "heads.head.weight"
-        ):  # torchvision's ViT: 0, as is every result then.
+        # Torchvision's ViT: 0, as is every result then.
+        if name == "heads.head.weight":
             nn.init.normal_(parameter, std=0.02)
 
 
@@ -403,9 +401,8 @@ def maker_candidates(
                     calls[f"{label} bf16"] = openvino_call(
                         path, x, options.threads, "bf16"
                     )
-            except (
-                Exception
-            ) as error:  # a tool may fail in any way it likes, or be absent
+            # A tool may fail in any way it likes, or be absent.
+            except Exception as error:
                 print(f"# {engine}: {error}", flush=True)
     return calls
 

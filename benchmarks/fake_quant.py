@@ -137,9 +137,8 @@ def rivals(case: Case, amax: Tensor) -> dict[str, Quantize]:
 
 
 def candidates(case: Case, x: Tensor, compiled: bool) -> dict[str, Quantize]:
-    amax = torchq.functional.reduce_amax(x, case.granularity).mul_(
-        0.8
-    )  # some elements clip
+    # Some elements clip.
+    amax = torchq.functional.reduce_amax(x, case.granularity).mul_(0.8)
     runs = {} if case.learned else rivals(case, amax)
     plain = torchq.functional.fake_quantize
     learned = torchq.functional.learned_fake_quantize

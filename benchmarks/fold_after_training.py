@@ -135,9 +135,8 @@ def train(model: nn.Module, batches: Sequence[Tensor]) -> None:
         loss = torch.stack([result.square().mean() for result in results]).sum()
         optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(
-            model.parameters(), 1.0
-        )  # some diverge to infinity otherwise
+        # Some diverge to infinity otherwise.
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     model.eval()
 

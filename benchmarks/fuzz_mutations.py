@@ -142,11 +142,12 @@ def mutate_checkpoint(rng: Random, source: Path, path: Path) -> None:
     data = torch.load(source, weights_only=True)
     try:
         torch.save(mutate_data(rng, data), path)
+    # Not every tensor can be written.
     except (
         NotImplementedError,
         RuntimeError,
         RecursionError,
-    ):  # not every tensor can be written
+    ):
         path.write_bytes(mutate_bytes(rng, source.read_bytes()))
 
 

@@ -159,9 +159,8 @@ def steps(name: str, tools: Sequence[str], compiled: bool) -> dict[str, Step]:
             step_by_tool[tool + " compiled" * compiled] = make_step(
                 name, tool, compiled
             )
-        except (
-            Exception
-        ) as error:  # a rival that is absent or cannot do a model stops nothing
+        # A rival that is absent or cannot do a model stops nothing.
+        except Exception as error:
             if tool in ("fp32", "torchq"):
                 raise
             print(

@@ -191,9 +191,8 @@ def _train(
         _recipe(widths, not is_short, method.per_channel),
         progress=False,
     )
-    if (
-        is_short
-    ):  # the quantizers with few bits; those of the first and the last layer have 8
+    # The quantizers with few bits; those of the first and the last layer have 8.
+    if is_short:
         for kind, how in (
             ("weight", method.weight_ranges),
             ("input", method.input_ranges),

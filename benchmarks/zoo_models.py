@@ -219,9 +219,8 @@ SEGMENTERS = (
 def _smp(key: str) -> Entry:
     import segmentation_models_pytorch as smp
 
-    size = (
-        128 if key == "PAN" else 96
-    )  # PAN halves the last of its features three times.
+    # PAN halves the last of its features three times.
+    size = 128 if key == "PAN" else 96
     return _images(getattr(smp, key)("resnet18", encoder_weights=None), size)
 
 
@@ -480,9 +479,8 @@ def _collect_statistics(entry: Entry) -> None:
         with torch.no_grad():
             for _ in range(4):
                 call(entry.model, entry.example)
-    except (
-        ValueError
-    ):  # one value per channel: this network keeps its initial statistics
+    # One value per channel: this network keeps its initial statistics.
+    except ValueError:
         for norm in norms:
             norm.reset_running_stats()
     entry.model.eval()

@@ -38,9 +38,8 @@ def main() -> None:
 
     distributed.init_process_group("gloo")  # "nccl" on GPUs
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
-    generator = torch.Generator().manual_seed(
-        rank
-    )  # Each process draws data of its own.
+    # Each process draws data of its own.
+    generator = torch.Generator().manual_seed(rank)
 
     # All processes calibrate together, so that they start from the same ranges.
     model = network()

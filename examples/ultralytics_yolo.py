@@ -44,9 +44,8 @@ def main() -> None:
     options = parser.parse_args()
 
     torch.manual_seed(0)
-    images = torch.rand(
-        4, 3, options.size, options.size
-    )  # take images of your data set here
+    # Take images of your data set here.
+    images = torch.rand(4, 3, options.size, options.size)
     network = YOLO(options.model).model.float().eval()
     with torch.no_grad():
         expected = network(images)[0]

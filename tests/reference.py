@@ -148,9 +148,8 @@ def _round_magnitude(value: Fraction, spec: FloatSpec) -> Fraction:
         floor_log2 -= value < Fraction(2) ** floor_log2
         exponent = max(exponent, floor_log2)
     spacing = Fraction(2) ** (exponent - spec.mantissa_bits)
-    return (
-        round(value / spacing) * spacing
-    )  # round() of a Fraction is exact and half-to-even.
+    # Round() of a Fraction is exact and half-to-even.
+    return round(value / spacing) * spacing
 
 
 def integer_bounds(

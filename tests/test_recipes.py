@@ -32,9 +32,8 @@ def test_recipes_are_data(name: str) -> None:
     config = recipes.by_name(name)
     assert config.name == name and config == getattr(recipes, name)()
     assert QuantConfig.from_json(config.to_json()) == config
-    assert all(
-        rule.optional for rule in config.rules
-    )  # a model without a Linear is no error
+    # A model without a Linear is no error.
+    assert all(rule.optional for rule in config.rules)
     assert getattr(recipes, name).__doc__
 
 

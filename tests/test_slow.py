@@ -91,9 +91,8 @@ def test_what_a_run_leaves_out(
 def test_workers_of_xdist_tell_what_they_left_out(
     folder: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(
-        "PYTHONPATH", str(REPOSITORY)
-    )  # processes of their own import tests.slow
+    # Processes of their own import tests.slow.
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     result = folder.runpytest_subprocess("-n", "2")
     result.stdout.fnmatch_lines([LEFT_OUT])
 

@@ -60,9 +60,8 @@ def test_a_function_has_eight_keywords_at_most() -> None:
 
 def test_a_public_name_means_one_thing() -> None:
     known: dict[str, tuple[object, str]] = {}
-    for module in (
-        m for m in packages() if ".compat" not in m.__name__
-    ):  # foreign names
+    # Foreign names.
+    for module in (m for m in packages() if ".compat" not in m.__name__):
         for entry in set(public(module)) - ALIKE:
             value = getattr(module, entry)
             if isinstance(value, type | FunctionType):

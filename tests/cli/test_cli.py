@@ -79,9 +79,8 @@ def test_weights_that_lie_elsewhere_are_named_in_the_line_that_loads(
     folder: Path, printed: Printed, network: str, weights: str
 ) -> None:
     name = shutil.copy(FILES / network, folder)
-    (folder / Path(weights).name).write_bytes(
-        b""
-    )  # a decoy, which would be found by itself
+    # A decoy, which would be found by itself.
+    (folder / Path(weights).name).write_bytes(b"")
     (folder / "elsewhere").mkdir()
     moved = str(shutil.copy(FILES / weights, folder / "elsewhere" / "renamed"))
     argv = ["quantize", str(name), "--weights", moved, *SOURCE[2:], "--save", "a.pt"]
@@ -142,9 +141,8 @@ def test_quantize_reads_an_onnx_file(printed: Printed) -> None:
     """A float file goes in, an INT8 file comes out; what was saved loads by the printed line."""
     model = importlib.import_module("user_net").build().eval()
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # of the exporter, about itself
+        # Of the exporter, about itself.
+        warnings.simplefilter("ignore", DeprecationWarning)
         torch.onnx.export(
             model, (torch.randn(8, 3, 16, 16),), "first.onnx", dynamo=False
         )

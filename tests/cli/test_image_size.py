@@ -95,10 +95,11 @@ def test_other_commands_read_a_folder_so_too(
 ) -> None:
     name = write([1, 3, HEIGHT, WIDTH], [1, -1])
     options = ["--budget", "mean_bits=8"] if command == "plan" else []
+    # 1: of the doctor.
     assert main([command, name, "--data", "photos", *options]) in (
         0,
         1,
-    )  # 1: of the doctor
+    )
     assert capsys.readouterr().err.count("error:") == 0
 
 

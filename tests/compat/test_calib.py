@@ -98,9 +98,8 @@ def test_histogram_of_growing_batches(torch_hist: bool) -> None:
     counts, edges = numpy_histogram([batch.numpy() for batch in batches], 19)
     assert calibrator._calib_hist.tolist() == counts.tolist()
     found = calibrator._calib_bin_edges.numpy()
-    np.testing.assert_allclose(
-        found, edges, rtol=1e-6
-    )  # fp32 products of the bin width
+    # Fp32 products of the bin width.
+    np.testing.assert_allclose(found, edges, rtol=1e-6)
     assert calibrator._calib_hist.numel() == len(found) - 1 == calibrator._num_bins
 
 
@@ -290,9 +289,8 @@ def test_a_range_that_explodes_keeps_the_histogram_small() -> None:
     assert calibrator._calib_hist.sum() == 2000
     assert calibrator._calib_bin_edges[-1] >= 1e6
     amax = calibrator.compute_amax("percentile", percentile=75)
-    assert amax == pytest.approx(
-        5e5, rel=2 / 1000
-    )  # a thousandth is the distance of the data
+    # A thousandth is the distance of the data.
+    assert amax == pytest.approx(5e5, rel=2 / 1000)
 
 
 def test_counts_do_not_saturate_in_float32() -> None:

@@ -129,9 +129,8 @@ def test_other_formats(tmp_path: Path, dynamo: bool, options: dict[str, Any]) ->
     opset = 21 if dynamo and "num_bits" in options else 19
     found = export(model, x, tmp_path / "model.onnx", dynamo=dynamo, opset=opset)
     assert count(found, "QuantizeLinear") == 4
-    if (
-        x.dtype is not torch.bfloat16
-    ):  # onnxruntime multiplies no such matrices on the CPU
+    # Onnxruntime multiplies no such matrices on the CPU.
+    if x.dtype is not torch.bfloat16:
         atol = 1e-5 if x.dtype is torch.float32 else 1e-2
         close(tmp_path / "model.onnx", model, x, atol)
 

@@ -157,9 +157,8 @@ LAYERS_TO_TRACE: list[tuple[Callable[[], nn.Module], tuple[int, ...]]] = [
 ]
 
 
-@pytest.mark.filterwarnings(
-    "ignore"
-)  # torch.jit is deprecated, and its tracer warns of sizes.
+# torch.jit is deprecated, and its tracer warns of sizes.
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("build", "shape"), LAYERS_TO_TRACE)
 @pytest.mark.parametrize("calibrated", [False, True])
 def test_several_layers_are_traced_and_saved(
@@ -203,9 +202,8 @@ def test_every_module_called_quantizer_can_be_disabled() -> None:
     linear = quant_nn.QuantLinear(2, 2, quant_desc_input=learned)
     model = nn.ModuleList([linear, quant_nn.QuantLSTM(2, 2, 2)])
     found = [module for name, module in model.named_modules() if "quantizer" in name]
-    assert len(found) == 2 + 1 + 2 * (
-        1 + 2
-    )  # two quantizers and a clip; two lists of two
+    # Two quantizers and a clip; two lists of two.
+    assert len(found) == 2 + 1 + 2 * (1 + 2)
     for module in found:
         module.disable()
     assert all(

@@ -174,9 +174,8 @@ def test_scaled_e4m3(dtype: torch.dtype, amax: float | None) -> None:
     special = torch.tensor([1e-9, 5e-8, 7e-8, 500.0, -460.0])
     x = torch.cat([torch.arange(-2, 2, 0.2), special]).to(dtype)
     spec = working(dtype)
-    stored = torch.tensor(
-        448.0 if amax is None else amax
-    ).item()  # ranges are kept in fp32
+    # Ranges are kept in fp32.
+    stored = torch.tensor(448.0 if amax is None else amax).item()
     scale = ref.round_to(448 / ref.Fraction(stored), spec)
     wanted = []
     for value in x.tolist():

@@ -14,6 +14,7 @@ from torchq.compat.pytorch_quantization import nn as quant_nn
 from torchq.compat.pytorch_quantization.nn.modules import _utils, quant_conv
 from torchq.compat.pytorch_quantization.tensor_quant import QuantDescriptor
 
+# Channels, kernel, stride, padding, dilation.
 SIZES = (
     3,
     4,
@@ -21,7 +22,7 @@ SIZES = (
     (1, 1),
     (0, 0),
     (1, 1),
-)  # channels, kernel, stride, padding, dilation
+)
 
 
 class OwnConv(quant_conv._QuantConvNd):

@@ -123,9 +123,8 @@ def test_onnx_in_onnx_out(run: Run, photos: Path, tmp_path: Path) -> None:
     )
     path = tmp_path / "float.onnx"
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # most releases of torch warn of their older exporter
+        # Most releases of torch warn of their older exporter.
+        warnings.simplefilter("ignore")
         torch.onnx.export(model.eval(), (torch.rand(1, 3, 32, 32),), path, dynamo=False)
     arguments = (str(path), "int8.onnx", "--photos", str(photos), "--size", "32")
     assert "agrees with its model" in run("onnx_to_onnx.py", *arguments)

@@ -54,9 +54,8 @@ def caffemodel(weights: Mapping[str, Sequence[Any]], old: bool = False) -> bytes
         old: write layers of version 1.
     """
     layer, name, blobs = (2, 4, 6) if old else (100, 1, 7)
-    out = delimited(1, b"net") + struct.pack(
-        "<BB", 5 << 3, 1
-    )  # the name, and a field to skip
+    # The name, and a field to skip.
+    out = delimited(1, b"net") + struct.pack("<BB", 5 << 3, 1)
     for key, arrays in weights.items():
         parts = [delimited(name, key.encode())]
         parts += [delimited(blobs, blob(array, old)) for array in arrays]

@@ -137,9 +137,8 @@ layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "
 
 @pytest.mark.parametrize("kind", RAW_TYPES)
 def test_raw_data_of_every_width_is_read(kind: str) -> None:
-    weight = (
-        np.arange(6, dtype="f").reshape(2, 3) / 4
-    )  # numbers that half precision has
+    # Numbers that half precision has.
+    weight = np.arange(6, dtype="f").reshape(2, 3) / 4
     layer = delimited(1, b"ip") + delimited(7, raw_blob(weight, kind))
     model = torchq.from_caffe(TRAINED, delimited(100, layer))
     assert model(torch.ones(1, 3, 1, 1)).tolist() == [weight.sum(1).tolist()]

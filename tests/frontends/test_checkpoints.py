@@ -76,9 +76,8 @@ def network(cls: type[nn.Module]) -> tuple[nn.Module, Tensor]:
 def by_modelopt(model: nn.Module, x: Tensor) -> nn.Module:
     mtq = pytest.importorskip("modelopt.torch.quantization")
     quantized: nn.Module = mtq.quantize(model, mtq.INT8_DEFAULT_CFG, lambda m: m(x))
-    mtq.disable_quantizer(
-        quantized, "*norm*"
-    )  # torchq has no quantizer for a LayerNorm's input
+    # Torchq has no quantizer for a LayerNorm's input.
+    mtq.disable_quantizer(quantized, "*norm*")
     return quantized
 
 
@@ -268,9 +267,8 @@ def exported(**options: Any) -> tuple[Any, Tensor]:
     torch.manual_seed(0)
     x = torch.randn(2, 3, 8, 8)
     graph = torch.export.export(PairedNet(**options).eval(), (x,)).module()
-    for (
-        node
-    ) in graph.graph.nodes:  # convert_pt2e keeps the module that called the layer
+    # convert_pt2e keeps the module that called the layer.
+    for node in graph.graph.nodes:
         if str(node.target).startswith("aten.conv2d"):
             node.meta["nn_module_stack"] = {"conv": ("conv", nn.Conv2d)}
     return graph, x
@@ -384,9 +382,8 @@ def test_tensors_that_the_maker_knows_by_another_name_are_found() -> None:
 
 def test_values_of_a_maker_that_are_no_numbers_are_refused() -> None:
     graph, _ = exported()
-    graph.scales[1] = (
-        torch.nan
-    )  # as where codes were divided by the scale of a channel of zeros
+    # As where codes were divided by the scale of a channel of zeros.
+    graph.scales[1] = torch.nan
     unchanged_after_refusal(
         FloatNet().eval(), graph, "conv.weight: got values that are NaN"
     )

@@ -97,9 +97,8 @@ def test_a_product_and_the_bias_behind_it_are_one_layer() -> None:
     assert type(read.fc) is nn.Linear and torch.equal(read.fc.bias, bias)
     torch.testing.assert_close(read(x), x @ weight + bias)
     two = w.model(total, w.node("Relu", product))
-    y, raw = torchq.from_onnx(two)(
-        x
-    )  # the product itself has a reader: the bias stays outside
+    # The product itself has a reader: the bias stays outside.
+    y, raw = torchq.from_onnx(two)(x)
     torch.testing.assert_close((y, raw), (x @ weight + bias, (x @ weight).relu()))
 
 

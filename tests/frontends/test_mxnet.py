@@ -203,9 +203,8 @@ def test_each_version_of_arrays_is_read(version: int, dtype: str) -> None:
 
 def test_scalars_and_empty_arrays_are_read() -> None:
     scalar = array_bytes(3, np.float32(2.5).reshape(()))
-    empty = struct.pack(
-        "<Iii", 0xF993FAC9, 0, 0
-    )  # nothing follows a shape without dimensions
+    # Nothing follows a shape without dimensions.
+    empty = struct.pack("<Iii", 0xF993FAC9, 0, 0)
     found = read_params(params_bytes({"a": scalar, "b": empty}), "test")
     assert found["a"].shape == () and found["a"] == 2.5 and found["b"].numel() == 0
 

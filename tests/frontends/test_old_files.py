@@ -97,10 +97,15 @@ def of_two_stages() -> Case:
         "Reshape", w.conv(y, 4, 3, kernel=1, stride=8), w.constant([1, 1, 12])
     )
     scores = w.node("Sigmoid", flat)
+    # Fmt: skip.
     chosen = w.node(
-        "NonMaxSuppression", w.weight(boxes, "boxes"), scores, w.constant([5]),
-        w.constant([0.4]), w.constant([0.2]),
-    )  # fmt: skip
+        "NonMaxSuppression",
+        w.weight(boxes, "boxes"),
+        scores,
+        w.constant([5]),
+        w.constant([0.4]),
+        w.constant([0.2]),
+    )
     index = w.node("Squeeze", w.node("Slice", chosen, w.constant([2]), w.constant([3]),
                                      w.constant([1])), axes=[1])  # fmt: skip
     count = w.node(

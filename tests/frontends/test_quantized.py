@@ -36,9 +36,8 @@ class Residual(nn.Module):
 
 
 def test_zero_points_survive_the_way_there_and_back(tmp_path: Path) -> None:
-    torch.manual_seed(
-        0
-    )  # Few scales have no float32 range, and come back one unit off.
+    # Few scales have no float32 range, and come back one unit off.
+    torch.manual_seed(0)
     model = Residual().eval()
     x = torch.randn(4, 8, 8, 8)
     torchq.quantize_(model, torchq.recipes.int8(symmetric=False))
@@ -79,9 +78,8 @@ def test_codes_survive_the_way_there_and_back(target: Any, tmp_path: Path) -> No
     assert isinstance(read.get_submodule("a"), torchq.nn.QuantConv2d)
     if target is None:
         assert torch.equal(read(x), model(x))
-    with (
-        warnings.catch_warnings()
-    ):  # a model that was read keeps its codes, for any target
+    # A model that was read keeps its codes, for any target.
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*quantized for no target")
         torchq.export_onnx(read, x, tmp_path / "two.onnx", **options)
     assert contents(tmp_path / "two.onnx") == contents(tmp_path / "one.onnx")

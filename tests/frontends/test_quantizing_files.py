@@ -76,9 +76,8 @@ def test_files_are_quantized_for_a_runtime(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         assert decibels(expected, model(batches[0])) > 20
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", UserWarning
-        )  # of convolutions that return floats
+        # Of convolutions that return floats.
+        warnings.simplefilter("ignore", UserWarning)
         torchq.export_onnx(model, batches[0], tmp_path / "m.onnx", target="onnxruntime")
         int8 = torchq.deploy(model, batches[0], target="torch")
     report = torchq.verify_onnx(model, tmp_path / "m.onnx", batches)

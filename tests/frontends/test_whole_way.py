@@ -18,9 +18,8 @@ def detector() -> Any:
     x = w.input("images", ["batch", 3, 32, 32])
     low = w.node("Relu", w.conv(x, 3, 8, stride=2))
     high = w.node("LeakyRelu", w.conv(low, 8, 12, stride=2), alpha=0.1)
-    shape = w.node(
-        "Shape", low
-    )  # what PyTorch wrote for interpolate(size=low.shape[2:])
+    # What PyTorch wrote for interpolate(size=low.shape[2:]).
+    shape = w.node("Shape", low)
     sizes = w.node("Slice", shape, w.constant([2]), w.constant([4]), w.constant([0]))
     whole = w.node(
         "Slice", w.node("Shape", high), *(w.constant([i]) for i in (0, 2, 0))

@@ -120,9 +120,8 @@ def assert_equals_definition(
     assert none is None and mask is not None and expected_mask is not None
     for got in (y, without):
         assert got.dtype is x.dtype and got.stride() == torch.empty_like(x).stride()
-        if (
-            not format.signed
-        ):  # which zero the clamp of a negative zero gives is left open by torch
+        # Which zero the clamp of a negative zero gives is left open by torch.
+        if not format.signed:
             got, expected = got + 0.0, expected + 0.0
         assert torch.equal(bits(got), bits(expected))
     assert mask.dtype is torch.int8 and torch.equal(mask, expected_mask)

@@ -52,9 +52,8 @@ def test_straight_through_mask(
     granularity: Granularity, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
     """The gradient passes where ``|x| <= amax``, boundary included, and nothing goes to amax."""
-    x = torch.randint(-4, 5, (3, 6), generator=generator).to(
-        dtype
-    )  # hits the boundary often
+    # Hits the boundary often.
+    x = torch.randint(-4, 5, (3, 6), generator=generator).to(dtype)
     amax = granularity.amax(x).float().clamp(min=1.0) - 1.0
     weights = torch.randint(1, 9, (3, 6), generator=generator).to(dtype)
     grad_x, grad_amax = gradient(

@@ -182,9 +182,8 @@ def test_no_temporary_as_large_as_the_input(
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:FutureWarning")
-@pytest.mark.filterwarnings(
-    "ignore:.*should not be instantiated:DeprecationWarning"
-)  # torch 2.9
+# Torch 2.9.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_choice() -> None:
     x = torch.ones(3)
     assert backend_for(x) == backend_for(x.requires_grad_()) == "tiled"

@@ -27,10 +27,11 @@ from tests.fusion.common import (
 from torchq.fusion import FAMILIES, fuse_, linear_map
 from torchq.fusion.linear_map import NotAffine
 
+# What the project promises; rounding alone gives about 1e-14 and 1e-6.
 TOL64, TOL32 = (
     1e-10,
     1e-5,
-)  # what the project promises; rounding alone gives about 1e-14 and 1e-6
+)
 
 CASES = all_cases()
 

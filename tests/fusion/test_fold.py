@@ -251,9 +251,8 @@ def test_layer_stays_the_same_object_with_its_hooks_and_attributes() -> None:
     assert seen == []  # checking a fold does not run hooks
     outputs(model, torch.randn(1, 4, 6, 6))
     assert seen == [layer]
-    assert torch.equal(
-        old, values
-    )  # whoever holds the old parameter still has its values
+    # Whoever holds the old parameter still has its values.
+    assert torch.equal(old, values)
     assert set(model.state_dict()) == {"0.weight", "0.bias"}
 
 

@@ -257,9 +257,8 @@ def test_a_quantizer_of_two_weights_becomes_the_layers_own(
     assert report.applied and report.refused == ()
     assert model.a.weight_quantizer is not model.b.weight_quantizer
     assert "has a quantizer of its weight of its own now, beside b" in str(report)
-    assert (
-        error(outputs(model, image()), want) <= 2e-2
-    )  # a tie may move the second layer's input
+    # A tie may move the second layer's input.
+    assert error(outputs(model, image()), want) <= 2e-2
 
 
 def test_a_weight_of_two_layers_becomes_the_layers_own() -> None:
@@ -435,9 +434,8 @@ def test_a_bias_too_large_for_its_scale_is_counted() -> None:
     want = outputs(model, image())
     report = folded(model)[0]
     assert "1 channels with a bias too large for their scale in int32" in str(report)
-    assert (
-        error(outputs(model, image()), want) <= 1e-4
-    )  # half a step of int32, 2e-5 seen
+    # Half a step of int32, 2e-5 seen.
+    assert error(outputs(model, image()), want) <= 1e-4
 
 
 @pytest.mark.parametrize("when", ["off", "uncalibrated"])

@@ -386,9 +386,8 @@ def test_a_block_whose_forward_does_more_is_refused_with_the_size_of_the_error()
     x = image()
     report = fused_exactly(model, x, x)
     assert "looks like a repvgg block; merging would be off by" in report.reason("0")
-    assert (
-        len(report.fused) == 2
-    )  # two of its BatchNorms still fold into their own convolutions
+    # Two of its BatchNorms still fold into their own convolutions.
+    assert len(report.fused) == 2
     assert hasattr(model[0], "rbr_dense")
 
 

@@ -74,9 +74,8 @@ def test_maximum_is_quantized_for_runtimes_that_take_it(tmp_path: Path) -> None:
     assert torch.equal(first(a, b), wanted)
     torchq.save(model, tmp_path / "m.pt")
     assert torch.equal(torchq.load(Maxout().eval(), tmp_path / "m.pt")(X), model(X))
-    assert not hasattr(
-        quantized("onnxruntime"), "quant_maximum"
-    )  # its kernel is a float one
+    # Its kernel is a float one.
+    assert not hasattr(quantized("onnxruntime"), "quant_maximum")
 
 
 @pytest.mark.eight_bit_products

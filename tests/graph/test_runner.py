@@ -263,9 +263,8 @@ def test_values_are_freed_after_an_error() -> None:
     with pytest.raises(GraphError, match="reshape") as caught:
         runner.run(X[:, :5], outputs=["sin_2", "reshape"], hooks=found["hooks"])
     held = [ref() is not None for ref in alive]
-    assert (
-        held[:-1] == [False] * 5
-    )  # the traceback holds the arguments of the node that failed
+    # The traceback holds the arguments of the node that failed.
+    assert held[:-1] == [False] * 5
     del caught
     gc.collect()
     assert [ref() for ref in alive] == [None] * 6

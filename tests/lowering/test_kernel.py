@@ -102,9 +102,8 @@ def test_a_product_is_that_of_exact_integers(
         assert got.dtype is out and got.shape == real.shape
         if out is torch.uint8:
             wrong = (got.double() - (real / 0.05).round().add(128).clamp(0, 255)).abs()
-            tie = (
-                (real / 0.05).remainder(1) - 0.5
-            ).abs() < 1e-3  # float32 may round otherwise
+            # Float32 may round otherwise.
+            tie = ((real / 0.05).remainder(1) - 0.5).abs() < 1e-3
             assert wrong.max() <= 1 and not wrong[~tie].any()
         else:  # sums of up to 16 * 27 products of 255 * 128, of which float32 loses 2**-24
             torch.testing.assert_close(got.double(), real, rtol=1e-5, atol=2e-4)

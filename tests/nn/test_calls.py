@@ -208,10 +208,11 @@ def test_deploys_on_an_integer_kernel(name: str) -> None:
     torchq.calibrate(model, [x], progress=False)
     deployed = torchq.deploy(model, x)
     (row,) = torchq.summary(deployed).layers
+    # Products of matrices stay simulated, and say so.
     if name in (
         "conv1d",
         "operator",
-    ):  # Products of matrices stay simulated, and say so.
+    ):
         assert "kernels compute linear layers and convolutions" in row.note
     else:
         assert row.layer in ("Int8Linear", "Int8Conv")

@@ -119,9 +119,8 @@ def test_a_network_with_calls_goes_all_the_way(tmp_path: Path) -> None:
     torch.testing.assert_close(compiled, model(TOKENS), rtol=1e-4, atol=1e-4)
     deployed = torchq.deploy(model, TOKENS)
     error = (deployed(TOKENS) - model(TOKENS)).norm() / model(TOKENS).norm()
-    assert (
-        error < 0.02
-    )  # An integer kernel sums exactly, so a code may round the other way.
+    # An integer kernel sums exactly, so a code may round the other way.
+    assert error < 0.02
     with torch.no_grad():
         for strict in (False, True):
             program = torch.export.export(model, (TOKENS,), strict=strict).module()

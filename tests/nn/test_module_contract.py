@@ -78,9 +78,8 @@ def test_the_table_is_complete() -> None:
         for cls, twin in QUANTIZED._entries.items()
         if cls.__module__.startswith("torch.nn") and not twin.is_container
     }
-    torch_layers -= {
-        nn.MultiheadAttention
-    }  # Several inputs and masks: tests/nn/test_attention.py.
+    # Several inputs and masks: tests/nn/test_attention.py.
+    torch_layers -= {nn.MultiheadAttention}
     # Their results alone are quantized: tests/swap/test_folds.py.
     torch_layers -= {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm}
     assert {type(case.make()) for case in CASES} == torch_layers, (

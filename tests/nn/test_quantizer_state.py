@@ -376,9 +376,8 @@ def test_a_file_without_the_scale_ends_it(tmp_path: Path) -> None:
         x = torch.randn(5, 8)
         assert torch.equal(model(x), plain(x))
     model = network()
-    model.load_state_dict(
-        nn.Sequential(nn.Linear(8, 6)).state_dict()
-    )  # floats leave it alone
+    # Floats leave it alone.
+    model.load_state_dict(nn.Sequential(nn.Linear(8, 6)).state_dict())
     assert torch.equal(model[0].input_quantizer.scale, lost_scales(1)[0])
 
 

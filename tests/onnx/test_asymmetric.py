@@ -54,9 +54,8 @@ _LAYERS = ("Conv2d", "Linear")
 
 
 @pytest.mark.eight_bit_products("openvino")
-@pytest.mark.filterwarnings(
-    "ignore:export_onnx"
-)  # Float outputs of layers: not at issue here.
+# Float outputs of layers: not at issue here.
+@pytest.mark.filterwarnings("ignore:export_onnx")
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino", None])
 @pytest.mark.parametrize("unsigned", [True, False])
 def test_files_compute_what_is_simulated(

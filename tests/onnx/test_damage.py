@@ -61,9 +61,8 @@ def files(
         with torch.no_grad():  # Outputs of different size for each image.
             for head in (model.head, model.other):
                 head.weight.mul_(20)
-        config = torchq.recipes.int8(
-            reduce_range=True
-        )  # its products fit the kernels of all CPUs
+        # Its products fit the kernels of all CPUs.
+        config = torchq.recipes.int8(reduce_range=True)
         calibrated(model, x, config=config, target=target, example=x[:1])
         path = folder / f"{target}.onnx"
         with warnings.catch_warnings():

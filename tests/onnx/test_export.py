@@ -152,9 +152,8 @@ class Typed(nn.Module):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.filterwarnings(
-    "ignore:.*got negative values"
-)  # unsigned weights are legal
+# Unsigned weights are legal.
+@pytest.mark.filterwarnings("ignore:.*got negative values")
 @pytest.mark.parametrize("dynamo", [False, True])
 def test_types_of_weights(path: Path, dynamo: bool) -> None:
     """Every type is stored as itself and gives the simulation's numbers."""

@@ -134,9 +134,8 @@ def test_zeros_become_pads(target: Any, dynamo: bool, path: Path) -> None:
     found = torchq.verify_onnx(model, path, [x, images(1, 16, 12, 10)])
     assert found.ok, str(found)
     onnx.checker.check_model(path, full_check=True)
-    assert (
-        sqnr(run_file(path, x)[0], model(x)) > 35
-    )  # Behind a ReLU the file's grid is finer.
+    # Behind a ReLU the file's grid is finer.
+    assert sqnr(run_file(path, x)[0], model(x)) > 35
 
 
 @pytest.mark.parametrize(

@@ -38,9 +38,8 @@ def made(recipe: str, path: Path, dynamo: bool = True) -> tuple[nn.Module, Tenso
     config = RECIPES[recipe]()
     torchq.quantize_(model, config, target="onnxruntime", example=x[:1], progress=False)
     torchq.calibrate(model, [x], progress=False)
-    torchq.export_onnx(
-        model, x[:1], path, dynamo=dynamo, progress=False
-    )  # the plan's target
+    # The plan's target.
+    torchq.export_onnx(model, x[:1], path, dynamo=dynamo, progress=False)
     return model, x
 
 
@@ -267,9 +266,8 @@ def test_a_result_of_two_ranges_is_computed_in_float(
     assert kinds.count("QLinearConv") == on_integers
     report = torchq.verify_onnx(model, path, [x], progress=False)
     assert report.ok, str(report)
-    assert (
-        max(layer.elements for layer in report.layers) <= 8 * 8 * 100
-    )  # each reader has a row
+    # Each reader has a row.
+    assert max(layer.elements for layer in report.layers) <= 8 * 8 * 100
 
 
 @pytest.mark.slow

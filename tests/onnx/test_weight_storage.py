@@ -38,9 +38,8 @@ def export(model: nn.Module, x: Tensor, path: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("unsigned", [False, True])
-@pytest.mark.filterwarnings(
-    "ignore:.*got negative values"
-)  # Unsigned weights are legal.
+# Unsigned weights are legal.
+@pytest.mark.filterwarnings("ignore:.*got negative values")
 def test_four_bit_convolutions_run_on_integers(unsigned: bool, path: Path) -> None:
     """Codes of 4 bits are stored in 8 bits; in 4 bits such a file took 50 times as long."""
     x = torch.randn(2, 8, 8, 8)
@@ -182,9 +181,8 @@ def test_a_right_file_of_a_model_that_is_half_inside_agrees(path: Path) -> None:
 
 @pytest.mark.eight_bit_products("openvino")
 @pytest.mark.sample(4)
-@pytest.mark.filterwarnings(
-    "ignore:export_onnx"
-)  # the layers are no good for the target
+# The layers are no good for the target.
+@pytest.mark.filterwarnings("ignore:export_onnx")
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino", "tensorrt", "qnn"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_types_that_a_runtime_cannot_compute_in_are_refused(
@@ -228,9 +226,8 @@ def test_passes_of_onnx_ir_keep_every_code(name: str) -> None:
     dtype = onnx_ir.DataType[name]
     bits = 4 if name.endswith("4") else 8
     low = 0 if name.startswith("U") else -(2 ** (bits - 1))
-    codes = torch.arange(low, low + 2**bits)[
-        :-1
-    ]  # An odd number: half a byte is left over.
+    # An odd number: half a byte is left over.
+    codes = torch.arange(low, low + 2**bits)[:-1]
     codes = codes.to(torch.uint8 if name.startswith("U") else torch.int8)
     model = graph_of(("Identity", ["x"], ["y"], {}), stored={}, shape=[1])
     values = [add_initializer(model.graph, f"w{i}", codes, dtype) for i in range(2)]

@@ -78,9 +78,8 @@ def test_bad_batches_are_named(name: str, kind: str) -> None:
     build, function = FUNCTIONS[name]
     batches, error, text = BATCHES[kind]
     model = build()
-    if (
-        kind == "too large to multiply"
-    ):  # Products of finite inputs and weights overflow.
+    # Products of finite inputs and weights overflow.
+    if kind == "too large to multiply":
         with torch.no_grad():
             model[0].weight.mul_(1e39 if name == "smooth_" else 1e3)
     with unchanged(model), pytest.raises(error, match=text):

@@ -57,10 +57,11 @@ def train(model: nn.Module, groups: Any, steps: int = 8) -> None:
         optimizer.step()
 
 
+# Fixed, learned.
 RECIPES = [
     torchq.recipes.integer(4, 8),
     torchq.recipes.w4a4(first_last=None),
-]  # fixed, learned
+]
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)

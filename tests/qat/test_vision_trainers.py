@@ -92,9 +92,8 @@ def test_the_trainer_of_ultralytics(
         for n, p in trainer.model.named_parameters()
         if not torch.equal(p, started[0][n])
     ]
-    assert len(moved) > 0.5 * len(
-        started[0]
-    )  # the optimizer trains the quantized layers
+    # The optimizer trains the quantized layers.
+    assert len(moved) > 0.5 * len(started[0])
     for path in (trainer.best, trainer.last):
         network = ultralytics.YOLO(path).model.float().eval()
         found = quantizers(network)

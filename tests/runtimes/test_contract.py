@@ -142,9 +142,8 @@ def written(
     torch.manual_seed(0)
     target = request.param
     x = torch.randn(8, 3, 16, 16)
-    config = (
-        torchq.recipes.int8()
-    )  # a recipe of its own may have zero points that data chose
+    # A recipe of its own may have zero points that data chose.
+    config = torchq.recipes.int8()
     model = calibrated(Residual(), x, config=config, target=target, example=x[:1])
     path = tmp_path_factory.mktemp(target) / "m.onnx"
     export(model, x, path, target)
@@ -176,9 +175,8 @@ def test_activations_have_the_types_of_the_target(
     assert kind == case.others[0] and (
         0 < point < 255 if wanted is None else point == wanted
     )
-    assert (
-        found["blocks.0.second.input_quantizer"] == case.nonnegative
-    )  # Behind a ReLU.
+    # Behind a ReLU.
+    assert found["blocks.0.second.input_quantizer"] == case.nonnegative
     allowed = (case.others, case.nonnegative)
     assert all(
         value in allowed or (value[0], None) in allowed for value in found.values()

@@ -393,9 +393,8 @@ def tflite_multiplier(real: float) -> tuple[int, int]:
     if real == 0.0:
         return 0, 0
     mantissa, shift = math.frexp(real)
-    fixed = math.floor(
-        Fraction(mantissa) * 2**31 + Fraction(1, 2)
-    )  # std::round of a positive
+    # Std::round of a positive.
+    fixed = math.floor(Fraction(mantissa) * 2**31 + Fraction(1, 2))
     if fixed == 2**31:
         fixed, shift = fixed // 2, shift + 1
     return (0, 0) if shift < -31 else (fixed, shift)
@@ -406,9 +405,8 @@ def doubling_high_multiply(a: int, b: int) -> int:
     product = a * b
     nudge = (1 << 30) if product >= 0 else 1 - (1 << 30)
     total = product + nudge
-    return (
-        total // 2**31 if total >= 0 else -(-total // 2**31)
-    )  # C divides towards zero.
+    # C divides towards zero.
+    return total // 2**31 if total >= 0 else -(-total // 2**31)
 
 
 def divide_by_power(x: int, exponent: int) -> int:

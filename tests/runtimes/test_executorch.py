@@ -155,9 +155,8 @@ def test_weights_are_stored_as_int8_with_a_scale_for_each_channel(
         for k, v in program.state_dict.items()
         if v.is_floating_point() and v.dim() > 1
     ]
-    assert floats == [
-        "head.weight_quantizer.stored_codes"
-    ]  # which nothing behind it quantizes
+    # Which nothing behind it quantizes.
+    assert floats == ["head.weight_quantizer.stored_codes"]
     assert len(nodes(program, "relu")) == 3  # one for each convolution: others are idle
 
 
@@ -513,10 +512,11 @@ class Layers(nn.Module):
         found["linear"] = self.linear(x)
         found |= {name: operator(x) for name, operator in OPERATORS.items()}
         found = {name: self.outs[f"to_{name}"](value) for name, value in found.items()}
+        # Read in float: it has a quantizer of its own.
         return {
             **found,
             "gated": -self.gated(x),
-        }  # read in float: it has a quantizer of its own
+        }
 
 
 @pytest.fixture(scope="module")

@@ -215,9 +215,8 @@ def test_deploy_runs_its_files_and_compares_them() -> None:
     model = calibrated()
     deployed = torchq.deploy(model, X, progress=False)
     assert isinstance(deployed, EngineModule) and deployed.target == "toy"
-    assert torch.allclose(
-        deployed(X), model(X), atol=1e-6
-    )  # products are added as integers
+    # Products are added as integers.
+    assert torch.allclose(deployed(X), model(X), atol=1e-6)
     assert "all of it is a toy" in str(torchq.summary(deployed))
     with pytest.raises(
         ExportError, match="target 'toy quantized': result 0 has relative error"

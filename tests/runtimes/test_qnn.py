@@ -230,9 +230,8 @@ def test_the_emulator_answers_as_the_simulation_does(
     model, emulated = deployed
     expected = model(X)
     step = float(model.head.output_quantizer.scale)
-    assert (
-        emulated(X) - expected
-    ).abs().max() <= 2.5 * step  # codes off by one in five layers
+    # Codes off by one in five layers.
+    assert (emulated(X) - expected).abs().max() <= 2.5 * step
     assert emulated(X[:1]).shape == (1, 5)  # another shape has a binary of its own
     assert torch.equal(pickle.loads(pickle.dumps(emulated))(X), emulated(X))
 

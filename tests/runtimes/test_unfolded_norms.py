@@ -63,9 +63,8 @@ def test_the_export_says_first_what_runs_in_float_and_that_fusing_mends_it(
         warnings.simplefilter("always")
         torchq.export_onnx(model, X, path, dynamo=False, progress=False)
     assert not any("BatchNorm" in str(warning.message) for warning in later)
-    assert integer_weights(path) == (
-        8 if target == "onnxruntime" else 9
-    )  # it returns floats
+    # It returns floats.
+    assert integer_weights(path) == (8 if target == "onnxruntime" else 9)
 
 
 def test_inspecting_and_deploying_say_it_too(tmp_path: Path) -> None:

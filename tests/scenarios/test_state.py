@@ -96,9 +96,8 @@ def test_s21_checkpoint_of_the_ancestor() -> None:
     twin = fresh()
     twin.load_state_dict(state, strict=True)
     assert torch.equal(twin(x), model(x))
-    assert (
-        "stem.0._input_quantizer._amax" in state
-    )  # the caller's dictionary is not touched
+    # The caller's dictionary is not touched.
+    assert "stem.0._input_quantizer._amax" in state
 
 
 def test_s22_gpu(device: torch.device) -> None:

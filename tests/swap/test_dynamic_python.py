@@ -141,9 +141,8 @@ def test_exported_programs_hold_the_quantizers(target: str) -> None:
     program = torch.export.export(model, (X,), strict=False)
     assert torch.equal(program.module()(X), model(X))
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", FutureWarning
-        )  # newer releases of torch deprecate it
+        # Newer releases of torch deprecate it.
+        warnings.simplefilter("ignore", FutureWarning)
         traced = torch.jit.trace(model, X, check_trace=False)
         assert torch.equal(traced(X), model(X))
 

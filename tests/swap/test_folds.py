@@ -300,9 +300,8 @@ def test_restoring_leaves_the_weights_on_their_grid() -> None:
     scale = model.conv1.weight_quantizer.scale
     torchq.restore_(model)
     codes = model.conv1.weight.detach() / scale
-    assert torch.allclose(
-        codes, codes.round(), atol=1e-4
-    )  # quotients of float32 up to 127
+    # Quotients of float32 up to 127.
+    assert torch.allclose(codes, codes.round(), atol=1e-4)
     assert not any(isinstance(module, TensorQuantizer) for module in model.modules())
 
 

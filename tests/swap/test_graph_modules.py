@@ -65,9 +65,8 @@ def test_copies_and_pickles_keep_the_operators() -> None:
     model, x = quantized()
     expected = model(x)
     twins = [copy.deepcopy(model)]
-    if not torch.__version__.startswith(
-        "2.9"
-    ):  # It cannot pickle annotations that are text.
+    # It cannot pickle annotations that are text.
+    if not torch.__version__.startswith("2.9"):
         twins.append(pickle.loads(pickle.dumps(model)))
     for twin in twins:
         assert torch.equal(twin(x), expected)
@@ -143,9 +142,8 @@ class Functional(nn.Module):
         return self.layer(F.conv2d(x, self.weight))
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Functional. only .* quantized"
-)  # the call is most of it
+# The call is most of it.
+@pytest.mark.filterwarnings("ignore:Functional. only .* quantized")
 def test_calls_of_functions_in_a_graph_stay_float_and_are_named() -> None:
     model = fx.symbolic_trace(Functional().eval())
     x = torch.randn(2, 3, 8, 8)

@@ -52,9 +52,8 @@ def test_what_may_be_negative_has_a_zero_point_and_the_rest_none(target: str) ->
     model = planned(target)
     plan = plan_of(model)
     signed, proved = "first.input_quantizer", "second.input_quantizer"
-    if (
-        target == "onnxruntime"
-    ):  # in the others it shares the range of the concatenation
+    # In the others it shares the range of the concatenation.
+    if target == "onnxruntime":
         assert plan.decision("second").unsigned == ("input",)
         assert "input uint8 per-tensor max" in str(plan.decision("second"))
         assert quantizer(model, proved).descriptor == QuantDescriptor(unsigned=True)

@@ -170,9 +170,8 @@ def test_what_makes_boxes_of_maps_stays_float(
     layers = [n for n, m in model.named_modules() if isinstance(m, nn.Conv2d)]
     last = [name for name in layers if name.startswith(("boxes", "scores"))]
     assert last
-    for (
-        name
-    ) in last:  # the last layers themselves are quantized, and their results are not
+    # The last layers themselves are quantized, and their results are not.
+    for name in last:
         decision = plan.decision(name)
         assert (
             decision is not None

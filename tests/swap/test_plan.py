@@ -194,9 +194,10 @@ def test_report_reads_well(monkeypatch: pytest.MonkeyPatch) -> None:
     report = torchq.plan(model, exclude="2", example=torch.ones(1, 4, 2))
     lines = report.table().splitlines()
     words = ("what", "input", "input", "SKIPPED")
+    # Aligned.
     assert (
         len({line.index(word) for line, word in zip(lines, words, strict=False)}) == 1
-    )  # aligned
+    )
     what, by = (
         "input int8 per-tensor max, weight int8 axis=0 max",
         "type:torch.nn.modules.",

@@ -90,9 +90,8 @@ def test_recurrent_layers_that_stay_float_are_named_with_the_way_to_quantize_the
     model = Tagger().eval()
     x = torch.randn(2, 5, 6)
     gates = 4 if kind is nn.LSTM else 3
-    share = (
-        8 * 3 / (8 * 3 + gates * 8 * (6 + 8))
-    )  # The same for weights and for multiply-adds.
+    # The same for weights and for multiply-adds.
+    share = 8 * 3 / (8 * 3 + gates * 8 * (6 + 8))
     text = rf"{kind.__name__}: no rule matches; torchq\.recipes\.int8\(recurrent=True\)"
     with pytest.warns(UserWarning, match=text):
         report = torchq.quantize_(model, example=x if measured else None)

@@ -148,9 +148,8 @@ def test_the_model_is_in_eval_mode_without_gradients(data: list[Tensor]) -> None
         lambda m, a, y: seen.append((m.training, y.requires_grad))
     )
     torchq.calibrate(model.train(), data[:1], progress=False)
-    assert seen == 3 * [
-        (False, False)
-    ]  # for the ranges, for the correction and its comparison
+    # For the ranges, for the correction and its comparison.
+    assert seen == 3 * [(False, False)]
 
 
 def test_weights_need_no_data(data: list[Tensor]) -> None:

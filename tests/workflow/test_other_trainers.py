@@ -12,9 +12,8 @@ import torchq
 from tests.models import simulated
 from torchq.workflow import embed_record_
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore"
-)  # The libraries warn about each other.
+# The libraries warn about each other.
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Branches(nn.Module):

@@ -96,17 +96,14 @@ class Observation:
     example: Any  # the first batch
     batches: int = 0
     reached: set[int] = field(default_factory=set)
-    not_finite: set[int] = field(
-        default_factory=set
-    )  # given NaN or infinity by the float model
-    samples: dict[int, Sample] = field(
-        default_factory=dict
-    )  # what the float model gives
+    # Given NaN or infinity by the float model.
+    not_finite: set[int] = field(default_factory=set)
+    # What the float model gives.
+    samples: dict[int, Sample] = field(default_factory=dict)
     # Adding a quantized tensor to one that is neither quantized nor the result of a layer.
     one_sided: list[str] = field(default_factory=list)
-    norms: dict[str, str] = field(
-        default_factory=dict
-    )  # BatchNorm -> the layer before it
+    # BatchNorm -> the layer before it.
+    norms: dict[str, str] = field(default_factory=dict)
 
     def note(self, quantizer: TensorQuantizer, args: Any, kwargs: Any, _: None) -> None:
         """Note a call of a quantizer by the float model."""
@@ -163,9 +160,8 @@ def _follow(model: nn.Module, found: Observation, run: Callable[[Any], Any]) -> 
         quantized = [isinstance(m.module, TensorQuantizer) for m in makers]
         # An operand that no call made is one of the model's own.
         others = [m.module for m in makers if not isinstance(m.module, TensorQuantizer)]
-        fuses = any(
-            is_layer(m) or is_norm(m) for m in others
-        )  # the addition, into itself
+        # The addition, into itself.
+        fuses = any(is_layer(m) or is_norm(m) for m in others)
         if sum(quantized) == 1 and not (call.arguments or fuses):
             found.one_sided.append(call.inside)
 

@@ -269,9 +269,8 @@ def damage_shares(ranking: SensitivityReport) -> dict[str, float]:
     Errors of different layers are independent, so that divergences and powers of noise add up.
     """
     harms = ranking.harms()
-    if any(
-        map(math.isnan, harms.values())
-    ):  # These layers leave nothing of the output.
+    # These layers leave nothing of the output.
+    if any(map(math.isnan, harms.values())):
         harms = {name: float(math.isnan(harm)) for name, harm in harms.items()}
     total = sum(harms.values())
     return {name: harm / total if total else 0.0 for name, harm in harms.items()}

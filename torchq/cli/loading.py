@@ -285,9 +285,8 @@ class Images:
     """How the images of a folder become batches."""
 
     batch_size: int
-    size: tuple[
-        int, int
-    ]  # images are resized to cover 8/7 of it, and the centre cut out
+    # Images are resized to cover 8/7 of it, and the centre cut out.
+    size: tuple[int, int]
     mean: Sequence[float]  # subtracted from values between 0 and 1
     std: Sequence[float]  # divides the difference
     seed: int = 0  # of the order of the images

@@ -13,9 +13,9 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.nn.functional import (
-    hardtanh_,
-)  # clamp_ under the name that torch.vmap has a rule for
+
+# clamp_ under the name that torch.vmap has a rule for.
+from torch.nn.functional import hardtanh_
 
 from torchq.errors import ConfigError
 from torchq.formats.rounding import check_rounding, round_

@@ -82,9 +82,8 @@ class AffineFakeQuantizeFunction(torch.autograd.Function):
         x, scale, _, low, high, ctx.format, ctx.backend, ctx.with_mask = inputs
         if ctx.with_mask:
             ctx.mark_non_differentiable(output[1])
-            ctx.set_materialize_grads(
-                False
-            )  # Otherwise the mask would get a gradient of zeros.
+            # Otherwise the mask would get a gradient of zeros.
+            ctx.set_materialize_grads(False)
             ctx.save_for_backward(output[1])
         else:
             ctx.save_for_backward(x, scale, low, high)
@@ -318,9 +317,8 @@ class FakeQuantizeFunction(torch.autograd.Function):
             ctx.save_for_backward(x, amax)
         elif with_mask:
             ctx.mark_non_differentiable(output[1])
-            ctx.set_materialize_grads(
-                False
-            )  # Otherwise the mask would get a gradient of zeros.
+            # Otherwise the mask would get a gradient of zeros.
+            ctx.set_materialize_grads(False)
             ctx.save_for_backward(output[1])
         elif ctx.needs_input_grad[0]:
             ctx.save_for_backward(gradient_mask(x, amax))

@@ -108,9 +108,8 @@ def fold_batchnorms(trial: Trial) -> int:
     try:
         flow, notes = find_flow(trial.model, trial.example)
     except Exception:
-        if (
-            trial.edits and trial.verify
-        ):  # the comparison of the whole model will report it
+        # The comparison of the whole model will report it.
+        if trial.edits and trial.verify:
             return 0
         raise
     pairs, refusals = find_pairs(trial.model, flow, constant_pad=trial.constant_pad)
@@ -285,9 +284,8 @@ def _compare(
     notes = report.notes
     try:
         after = _outputs(fused, example)
-    except (
-        Exception
-    ) as failure:  # a forward that reads what a BatchNorm has and an Identity lacks
+    # A forward that reads what a BatchNorm has and an Identity lacks.
+    except Exception as failure:
         reason = f"the fused model fails ({type(failure).__name__}: {failure})"
         return replace(
             report, error=math.inf, tolerance=limit or 0.0, notes=(*notes, reason)

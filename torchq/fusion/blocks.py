@@ -442,17 +442,15 @@ def _block_error(before: nn.Module, after: nn.Module, layer: MergedLayer) -> flo
         with torch.no_grad():
             try:
                 want = before.forward(x)
-            except (
-                Exception
-            ):  # the forward expects a list of feature maps or further arguments
+            # The forward expects a list of feature maps or further arguments.
+            except Exception:
                 return error
             if not isinstance(want, Tensor):
                 return error
             try:
                 actual = after.forward(x)
-            except (
-                Exception
-            ) as reason:  # as another block with parts of these names raises it
+            # As another block with parts of these names raises it.
+            except Exception as reason:
                 raise NotAffine(
                     f"its forward fails without its branches ({reason})"
                 ) from reason

@@ -182,9 +182,8 @@ def plan_fold(model: nn.Module, pair: Pair, *, verify: bool) -> FoldEdit | Refus
         if verify or not (is_of_torch(norm) and is_of_torch(layer)):
             try:
                 deviation = _error(pair, norm, layer, exact, pad)
-            except (
-                Exception
-            ) as failure:  # a forward of the user's may want more than one tensor
+            # A forward of the user's may want more than one tensor.
+            except Exception as failure:
                 return Refusal(pair.norm, cannot_be_checked(path, failure))
             error = max(error, deviation)
             if not deviation <= TOLERANCE:
@@ -260,9 +259,8 @@ def run(parts: list[Any], x: Tensor) -> Tensor:
     with torch.no_grad():
         for part in map(_double, parts):
             for kind, ndim in ndims.items():
-                if x.dim() == 2 and isinstance(
-                    part, kind
-                ):  # tokens, with features on axis 1
+                # Tokens, with features on axis 1.
+                if x.dim() == 2 and isinstance(part, kind):
                     x = x.reshape(*x.shape, *[1] * (ndim - 2))
             # Of a layer that calls children only torch's own part is compared, and of a BatchNorm
             # that quantizes its result what comes before.

@@ -30,9 +30,8 @@ from torchq.fusion.algebra import (
 )
 
 TOLERANCE = 1e-10  # float64, relative to the largest output
-_CHUNK = (
-    2**22
-)  # input elements per gradient pass, which bounds the memory of extraction
+# Input elements per gradient pass, which bounds the memory of extraction.
+_CHUNK = 2**22
 
 Function = Callable[[Tensor], Tensor]
 Ints = tuple[int, ...]
@@ -645,9 +644,8 @@ def linear_map(
             error = _check(function, geometry, value)
         except NotAffine as reason:
             reasons.append(str(reason))
-        except (
-            Exception
-        ) as reason:  # the user's forward may raise anything on a symbolic input
+        # The user's forward may raise anything on a symbolic input.
+        except Exception as reason:
             reasons.append(f"{type(reason).__name__}: {reason}")
         else:
             if error <= TOLERANCE:

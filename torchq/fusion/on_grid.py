@@ -232,9 +232,8 @@ def _compare_on_random(trial: Trial) -> None:
     with torch.no_grad():
         try:
             result = layer.forward(x)
-        except (
-            Exception
-        ) as failure:  # a forward of the user's may want more than one tensor
+        # A forward of the user's may want more than one tensor.
+        except Exception as failure:
             trial.failure = failure
             return
         _compare_call(trial, folded, result, x)

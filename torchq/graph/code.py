@@ -134,9 +134,8 @@ def _keeps_no_function(value: object) -> bool:
     """Return True for what a decorator holds that cannot call the function or keep its results."""
     if isinstance(value, (tuple, frozenset)):
         return all(map(_keeps_no_function, value))
-    if isinstance(
-        value, types.MethodType
-    ):  # such as the one that clones torch.no_grad()
+    # Such as the one that clones torch.no_grad().
+    if isinstance(value, types.MethodType):
         return _keeps_no_function(value.__self__) and _keeps_no_function(value.__func__)
     if isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
@@ -271,9 +270,8 @@ def _is_current(function: types.FunctionType, tree: ast.FunctionDef) -> bool:
     """
     running = function.__code__
     read = _code(function, copy.deepcopy(tree), ())
-    if any(
-        name.startswith("@py") for name in running.co_names
-    ):  # pytest rewrites assertions
+    # Pytest rewrites assertions.
+    if any(name.startswith("@py") for name in running.co_names):
         names_fit = set(read.co_names) <= set(running.co_names)
         return names_fit and set(read.co_varnames) <= set(running.co_varnames)
     return _same_code(running, read)

@@ -209,9 +209,8 @@ def graph_pass(
 def _run(found: GraphPass, graph: Graph) -> Graph:
     """Run a pass while the modules of the graph are in eval mode."""
     if not any(module.training for module in graph.module.children()):
-        return found.function(
-            graph
-        )  # torch.export's modules refuse to change their mode
+        # torch.export's modules refuse to change their mode.
+        return found.function(graph)
     with evaluating(graph.module):
         return found.function(graph)
 

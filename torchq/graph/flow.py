@@ -254,9 +254,8 @@ class _Recorder(TorchFunctionMode):
         self.read: set[int] = set()
         self.calls: list[Call] = []
         self.depth = 0
-        self.entered: list[
-            str
-        ] = []  # the modules that are running, none of them a leaf
+        # The modules that are running, none of them a leaf.
+        self.entered: list[str] = []
         self.pending: list[tuple[tuple[int, ...], bool]] = []
         self._producer: dict[int, int] = {}
         attributes = [

@@ -335,9 +335,8 @@ class GraphRunner:
         The wanted values are computed from them, or they overwrite such a value before it is read.
         ``with_effects``: and so are all that write or check, as in the model itself.
         """
-        roots: dict[
-            fx.Node, set[fx.Node]
-        ] = {}  # the nodes whose memory a value may lie in
+        # The nodes whose memory a value may lie in.
+        roots: dict[fx.Node, set[fx.Node]] = {}
         for node in self._nodes:
             shares = node not in fed and node in self._may_alias
             roots[node] = (_lies_in(node, roots) if shares else set()) or {node}
@@ -503,9 +502,8 @@ class _Run:
             return args[0]
         if node.op == "get_attr":
             return self._attribute(str(node.target))
-        if (
-            node.op == "placeholder"
-        ):  # the default; the runner has checked that there is one
+        # The default; the runner has checked that there is one.
+        if node.op == "placeholder":
             return args[0]
         if self._backend is None:
             return self._called(node)(*args, **kwargs)

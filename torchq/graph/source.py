@@ -107,9 +107,8 @@ def rewrite_forward(cls: type[nn.Module], start: Callable[[Any], Any]) -> Rewrit
     reading = _Reading(cls, [itself])
     rewritten = None
     if isinstance(itself.value, types.FunctionType) and not _has_own_attributes(cls):
-        with suppress(
-            SyntaxError, RecursionError, _Opaque
-        ):  # code that cannot leave its class
+        # Code that cannot leave its class.
+        with suppress(SyntaxError, RecursionError, _Opaque):
             rewritten = _rewrite(itself.value, reading, (), start)
     lookups = tuple(reading.lookups)
     if rewritten is None:
@@ -387,10 +386,11 @@ class _Sites(ast.NodeTransformer):
         if isinstance(node.func, ast.Attribute) and isinstance(
             node.func.value, ast.Call
         ):
+            # Dynamo compares no super().method.
             callee = [
                 _name(names[0]),
                 _name(str(self._self)),
-            ]  # Dynamo compares no super().method
+            ]
         expected, new = map(_name, names)
         arguments = (callee[0], expected, new, *callee[1:], *node.args)
         return _routed(node, "follow", site, *arguments, keywords=node.keywords)

@@ -247,9 +247,8 @@ def trace_or_none(
     """Trace ``model`` as :func:`trace_modules` does; return None if its code cannot be traced."""
     try:
         return trace_modules(model, is_leaf)
-    except (
-        Exception
-    ) as error:  # code whose control flow looks at a tensor may raise anything
+    # Code whose control flow looks at a tensor may raise anything.
+    except Exception as error:
         log.debug(
             "%s cannot be traced (%s: %s)",
             type(model).__name__,
@@ -357,9 +356,8 @@ def trace(model: nn.Module, example: object) -> Trace:
     args, kwargs = call_arguments(model, example)
     try:
         return _with_fx(model, args, kwargs)
-    except (
-        Exception
-    ) as error:  # code whose control flow looks at a tensor may raise anything
+    # Code whose control flow looks at a tensor may raise anything.
+    except Exception as error:
         reason = why_untraceable(error)
     try:
         return _with_export(model, args, kwargs, reason)

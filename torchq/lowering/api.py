@@ -91,9 +91,8 @@ def lower_model(
                     number > 0 or not check.difference(result, RESULT_TOLERANCE)
                 ):
                     problem = ""
-            except (
-                Exception
-            ) as error:  # a graph may do what the model's own code would not
+            # A graph may do what the model's own code would not.
+            except Exception as error:
                 problem = f"the deployed model raises {type(error).__name__}: {error}"
                 note = ""
             _report(problem, note, fuse, overflow)

@@ -194,13 +194,11 @@ class Kernel:
 
     def _unpacked(self) -> Tensor:
         packed = next(iter(self._packed.values()))
-        with torch.inference_mode(
-            False
-        ):  # an ordinary tensor, which can be loaded into
+        # An ordinary tensor, which can be loaded into.
+        with torch.inference_mode(False):
             dense = packed.to_dense()
-            dense = (
-                dense.t() if packed.dim() == 2 else dense
-            )  # of a linear layer: (in, out)
+            # Of a linear layer: (in, out).
+            dense = dense.t() if packed.dim() == 2 else dense
             return dense.reshape(self.shape).contiguous()
 
     def __reduce__(self) -> tuple[Any, ...]:

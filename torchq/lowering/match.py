@@ -166,9 +166,8 @@ def view_source(node: fx.Node, trace: fx.GraphModule) -> fx.Node | None:
     Such a node commutes with every function of single values, rounding included.
     """
     source = input_node(node)
-    if (
-        node.target is operator.getitem
-    ):  # an item of a tuple or of a size rearranges nothing
+    # An item of a tuple or of a size rearranges nothing.
+    if node.target is operator.getitem:
         module = module_of(source, trace)
         is_one_tensor = isinstance(module, (nn.Conv2d, nn.Linear, nn.ReLU)) or hasattr(
             module, "input_qparams"

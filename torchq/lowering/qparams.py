@@ -123,14 +123,12 @@ class ByteQParams:
             uint8, the shape and memory format of ``x``.
         """
         low, high = self.bounds
-        x = (
-            x.detach() if x.requires_grad else x
-        )  # A call that changes nothing costs 2 us.
+        # A call that changes nothing costs 2 us.
+        x = x.detach() if x.requires_grad else x
         x, odd = torch.clamp(x.to(torch.float32), low, high), self.zero_point % 2
         offset = _OFFSETS[self.zero_point - odd]
-        rounded = (
-            x.div_(self.scale).add_(offset).view(torch.int32)
-        )  # its low bytes are the codes
+        # Its low bytes are the codes.
+        rounded = x.div_(self.scale).add_(offset).view(torch.int32)
         return (rounded.add_(1) if odd else rounded).to(torch.uint8)
 
     def dequantize(self, codes: Tensor) -> Tensor:

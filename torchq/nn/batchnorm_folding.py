@@ -326,9 +326,8 @@ class OutputScaling(nn.Module):
         module: Any = self
         if self.channel_axis == 0:
             return of_weight.flatten(1).any(1)
-        groups = (
-            module.groups
-        )  # (in, out / groups, ...) -> (groups, in / groups, out / groups, -1)
+        # (in, out / groups, ...) -> (groups, in / groups, out / groups, -1).
+        groups = module.groups
         parts = of_weight.reshape(
             groups, -1, of_weight.shape[1], of_weight[0, 0].numel()
         )

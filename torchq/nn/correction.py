@@ -68,9 +68,8 @@ class Corrected(nn.Module):
         """Set the correction of results; see the attributes."""
         weight: Any = self.weight
         self.forget_correction()
-        with torch.inference_mode(
-            False
-        ):  # training reads what was found in inference mode
+        # Training reads what was found in inference mode.
+        with torch.inference_mode(False):
             if gain is not None:
                 self.output_gain = gain.detach().clone().to(weight)
             self.output_shift = shift.detach().clone().to(weight)

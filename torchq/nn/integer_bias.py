@@ -28,9 +28,8 @@ def kernel_bias(layer: Any, bias: Tensor | None) -> Tensor | None:
     with torch.no_grad():
         exact = bias.detach().to(torch.float32)
         change = (torch.round(exact / step) * step).to(bias.dtype) - bias.detach()
-    return (
-        bias + change
-    )  # exact, as the change is no larger than the bias or the rounded one
+    # Exact, as the change is no larger than the bias or the rounded one.
+    return bias + change
 
 
 def bias_steps(layer: Any, bias: Tensor | None) -> Tensor | None:

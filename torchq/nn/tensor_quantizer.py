@@ -584,9 +584,8 @@ class TensorQuantizer(nn.Module):
     def _search(self, method: str | None = None) -> Callable[..., Range] | None:
         """Return the range search for tensors that exist as a whole, or None for a calibrator."""
         d = self.descriptor
-        if (
-            method in (None, d.calib_method) and d.calib_options
-        ):  # They configure a calibrator.
+        # They configure a calibrator.
+        if method in (None, d.calib_method) and d.calib_options:
             return None
         return SEARCHES.get(method or d.calib_method)
 
@@ -749,9 +748,8 @@ class TensorQuantizer(nn.Module):
         for old, new in _LEGACY_KEYS.items():
             if prefix + old in state_dict:
                 state_dict[prefix + new] = state_dict.pop(prefix + old)
-        describes = (
-            prefix + "amax" in state_dict
-        )  # A float checkpoint leaves all as it is.
+        # A float checkpoint leaves all as it is.
+        describes = prefix + "amax" in state_dict
         held = HELD[:1] if self.descriptor.symmetric else HELD
         if describes:
             optional_buffers.follow_keys(
@@ -766,9 +764,8 @@ class TensorQuantizer(nn.Module):
                         torch.empty_like(state_dict[key], device=self.amax.device), end
                     )
         missing = args[2]
-        before = list(
-            missing
-        )  # The layer may have named this range, which it knows to be lost.
+        # The layer may have named this range, which it knows to be lost.
+        before = list(missing)
         super()._load_from_state_dict(state_dict, prefix, *args)
         if describes:
             # The range was set too, and a range that is set drops what is held.

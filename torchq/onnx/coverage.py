@@ -140,9 +140,8 @@ def _is_stored_float(value: Value) -> bool:
 def _is_code(value: Value) -> bool:
     source = _before_moves(value)
     producer = source.producer()
-    if (
-        producer is None
-    ):  # the values of codes, for runtimes that want weights like this
+    # The values of codes, for runtimes that want weights like this.
+    if producer is None:
         return str(source.name).endswith(FLOAT_WEIGHT)
     return producer.op_type == "DequantizeLinear"
 

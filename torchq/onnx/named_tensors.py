@@ -140,9 +140,8 @@ class _Named(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         """Run a node, and note the names of its result."""
         result = super().run_node(n)
-        if isinstance(
-            result, Tensor
-        ):  # Kept alive, so that no other tensor gets its id.
+        # Kept alive, so that no other tensor gets its id.
+        if isinstance(result, Tensor):
             _, names = self._seen.setdefault(id(result), (result, []))
             names.extend(n.meta.get("onnx_tensors", ()))
         return result

@@ -50,9 +50,8 @@ def default_opset(model: nn.Module) -> int:
     for quantizer in quantizers(model).values():
         if quantizer.quantizing:
             descriptor = quantizer.descriptor
-            with suppress(
-                ExportError
-            ):  # check_quantizers raises it with the quantizer's name.
+            # check_quantizers raises it with the quantizer's name.
+            with suppress(ExportError):
                 needed = max(
                     needed, opset_needed(descriptor.format, descriptor.granularity)[0]
                 )

@@ -246,9 +246,8 @@ class TorchExportError(ExportError):
 def run_dynamo(call: ExampleCall, opset: int) -> Model:
     """Return the graph of the exporter that is based on ``torch.export``."""
     args, kwargs = call.args, call.kwargs
-    if (
-        args and not kwargs and isinstance(args[-1], dict)
-    ):  # torch would take it for kwargs.
+    # Torch would take it for kwargs.
+    if args and not kwargs and isinstance(args[-1], dict):
         name = argument_names(call.model, len(args))[-1]
         kwargs = {name: args[-1]}
         args = args[:-1]

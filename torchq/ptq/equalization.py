@@ -208,9 +208,8 @@ def _obstacle(model: nn.Module, flow: Flow, layer: nn.Module) -> str | None:
 
 def _second_layer(flow: Flow, call: Call) -> tuple[Any, str | None]:
     """Return the call that alone reads the output of a layer, or the reason why there is none."""
-    is_image = not isinstance(
-        call.module, nn.Linear
-    )  # Pooling keeps its channels apart.
+    # Pooling keeps its channels apart.
+    is_image = not isinstance(call.module, nn.Linear)
     kinds = (*_HOMOGENEOUS, *(POOLS if is_image else ()))
     names = _HOMOGENEOUS_FUNCTIONS | (_POOLING_FUNCTIONS if is_image else frozenset())
     current = call

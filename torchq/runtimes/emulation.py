@@ -366,9 +366,8 @@ def quantize_multiplier(real: Tensor) -> tuple[Tensor, Tensor]:
     """
     mantissa, exponent = torch.frexp(real)
     exponent = exponent.to(torch.int64)
-    multiplier = (
-        (mantissa * 2.0**31 + 0.5).floor().to(torch.int64)
-    )  # Exact: 53 bits suffice.
+    # Exact: 53 bits suffice.
+    multiplier = (mantissa * 2.0**31 + 0.5).floor().to(torch.int64)
     carried = multiplier == 1 << 31
     multiplier = torch.where(carried, multiplier >> 1, multiplier)
     exponent = exponent + carried.to(torch.int64)

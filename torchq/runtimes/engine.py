@@ -132,9 +132,8 @@ class Task:
                     )
                 except ExportError:
                     raise
-                except (
-                    Exception
-                ) as error:  # a model may refuse a batch in any way it likes
+                # A model may refuse a batch in any way it likes.
+                except Exception as error:
                     log.debug("the model does not run on other lengths: %s", error)
         return self._probes[key, quantized]
 

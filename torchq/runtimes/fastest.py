@@ -84,9 +84,8 @@ def build_fastest(task: Task) -> tuple[nn.Module, FastestReport]:
             with torch.no_grad():
                 call_model(module, task.example)
             modules[engine] = module
-        except (
-            Exception
-        ) as error:  # a runtime may fail in any way it likes; another one is taken
+        # A runtime may fail in any way it likes; another one is taken.
+        except Exception as error:
             problems[engine] = str(error) or type(error).__name__
             log.debug("%s is no candidate: %s", engine.label, problems[engine])
     if not modules:

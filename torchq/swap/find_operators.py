@@ -295,9 +295,8 @@ def _read_by(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_number(node: fx.Node, numbers: set[fx.Node]) -> bool:
-    if (
-        reads_metadata(node) and node.target != "type"
-    ):  # which makes a tensor of another type too
+    # Which makes a tensor of another type too.
+    if reads_metadata(node) and node.target != "type":
         return True
     sources = node.all_input_nodes
     only_numbers = bool(sources) and all(source in numbers for source in sources)

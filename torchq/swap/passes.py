@@ -448,9 +448,8 @@ def _without_negatives(plan: Plan, facts: Facts) -> list[str]:
         signs.setdefault(slot, []).append(value.is_nonnegative)
     for d in plan.replaced:
         if d.output is not None:
-            signs[f"{d.name}.output_quantizer"] = [
-                False
-            ]  # what a ReLU reads may be negative
+            # What a ReLU reads may be negative.
+            signs[f"{d.name}.output_quantizer"] = [False]
     together = {slot for group in plan.shared for slot in group}
     slots: list[str] = []
     for group in (*plan.shared, *((slot,) for slot in signs if slot not in together)):
@@ -575,9 +574,8 @@ class _Results:
     def _slots(self, reader: Call, call: Call) -> list[str]:
         """Return the slots by which a module reads a result."""
         path = self._view.path(reader)
-        inside = (
-            self._facts.optional
-        )  # products of attention and gates read other values
+        # Products of attention and gates read other values.
+        inside = self._facts.optional
         slots = [
             s for s in self._facts.inputs[path] if s is not None and s not in inside
         ]

@@ -141,9 +141,8 @@ class _Calls:
             start, inside = self._open.pop()
             done = self._total() - start
             own_flops = done - inside
-            if isinstance(
-                module, nn.RNNBase
-            ):  # torch counts nothing in some of its kernels.
+            # Torch counts nothing in some of its kernels.
+            if isinstance(module, nn.RNNBase):
                 own_flops = 2 * _recurrent(module, args)
             elif not own_flops:
                 own_flops = 2 * _of_kernel(module, output)

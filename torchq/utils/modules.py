@@ -184,9 +184,8 @@ def _what_cannot_be_copied(module: nn.Module) -> dict[int, Any]:
     tree = {id(part): part for part in module.modules()}
     shared: dict[int, Any] = {}
     for part in tree.values():
-        for name, value in list(
-            vars(part).items()
-        ):  # traced modules change while they are copied
+        # Traced modules change while they are copied.
+        for name, value in list(vars(part).items()):
             if name != "_modules":
                 _collect(value, tree, shared, set())
     return shared
@@ -462,9 +461,8 @@ def constant_while_tracing() -> AbstractContextManager[None]:
 @contextmanager
 def uncompiled() -> Iterator[None]:
     """Run what ``torch.compile`` made as it is written: it follows hooks for minutes."""
-    if (
-        "torch._dynamo" not in sys.modules
-    ):  # Nothing is compiled yet, and it takes long to load.
+    # Nothing is compiled yet, and it takes long to load.
+    if "torch._dynamo" not in sys.modules:
         yield
         return
     with torch.compiler.set_stance("force_eager"):

@@ -174,9 +174,8 @@ def _loss_of_blocks(
     """Return ``d H d^T`` of each block d, where H holds the second moments of its inputs."""
     kernel = layer.weight.shape[2:]
     samples = x[0].view(layer.weight.shape[1], *kernel, -1).movedim(0, -2)
-    blocks = PerBlock(granularity.size, -2).split(
-        samples
-    )  # (kernel, blocks, size, samples)
+    # (kernel, blocks, size, samples).
+    blocks = PerBlock(granularity.size, -2).split(samples)
     moments = blocks @ blocks.mT
 
     def of_blocks(difference: Tensor) -> Tensor:

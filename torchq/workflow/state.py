@@ -63,10 +63,11 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     with replacing(path) as (temporary,):
         try:
             torch.save(data, temporary)
+        # Torch's writer raises the latter on a full disk.
         except (
             OSError,
             RuntimeError,
-        ) as error:  # torch's writer raises the latter on a full disk
+        ) as error:
             raise ExportError(
                 f"save: {os.fspath(path)}: cannot be written ({error}); expected room for the "
                 "tensors of the model, and a folder that may be written to. What was there is kept"

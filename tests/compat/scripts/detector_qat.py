@@ -206,10 +206,11 @@ def replace_custom_module_forward(model) -> None:
     for _, bottleneck in model.named_modules():
         if isinstance(bottleneck, Bottleneck) and bottleneck.add:
             bottleneck.addop = SharedAdd()
+    # The two inputs of a concatenation share a range, too.
     for (
         _,
         c3,
-    ) in model.named_modules():  # the two inputs of a concatenation share a range, too
+    ) in model.named_modules():
         if isinstance(c3, C3):
             c3.cv2.conv._input_quantizer = c3.cv1.conv._input_quantizer
 
@@ -252,9 +253,8 @@ def main() -> None:
     torch.manual_seed(3)
     initialize()
     model = Model()
-    for batch in batches(
-        30
-    ):  # stands for the pretrained weights: gives BatchNorm its statistics
+    # Stands for the pretrained weights: gives BatchNorm its statistics.
+    for batch in batches(30):
         model(*batch)
     disable_quantization(model).apply(True)
     origin = deepcopy(model.eval())

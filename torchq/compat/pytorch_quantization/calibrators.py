@@ -271,9 +271,8 @@ class HistogramCalibrator(_Calibrator):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if (
-            self._calib_hist is not None
-        ):  # the original kept arrays, or counts in floating point
+        # The original kept arrays, or counts in floating point.
+        if self._calib_hist is not None:
             self._calib_hist = torch.as_tensor(self._calib_hist).long()
             self._calib_bin_edges = torch.as_tensor(self._calib_bin_edges).float()
 

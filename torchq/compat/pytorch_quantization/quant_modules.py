@@ -62,9 +62,8 @@ class QuantModuleReplacementHelper:
         }
         for entry in entries:
             key = id(entry.orig_mod), entry.mod_name
-            if (
-                key not in replaced
-            ):  # what a second call finds there is quantized already
+            # What a second call finds there is quantized already.
+            if key not in replaced:
                 replaced.add(key)
                 before = getattr(entry.orig_mod, entry.mod_name)
                 self.orginal_func_map.append(entry._replace(replace_mod=before))

@@ -183,9 +183,8 @@ class ScaledE4M3Function(_StraightThrough):
         if (E, M) != (4, 3):
             raise UnsupportedError(f"scaled_e4m3: got E={E}, M={M}; expected E=4, M=3")
         if torch.onnx.is_in_onnx_export() and torch.jit.is_tracing():
-            return (
-                inputs.clone()
-            )  # The TorchScript exporter calls ``symbolic`` for this node.
+            # The TorchScript exporter calls ``symbolic`` for this node.
+            return inputs.clone()
         codes, scale = _encode(
             inputs, _range(inputs, E4M3.qmax if amax is None else amax), E4M3
         )

@@ -398,9 +398,8 @@ class TensorQuantizer(core.TensorQuantizer):
         self, state_dict: dict[str, Any], prefix: str, *args: Any
     ) -> None:
         for new, old in _SAVED.items():
-            value = state_dict.pop(
-                prefix + new, None
-            )  # the key in torchq's own modules
+            # The key in torchq's own modules.
+            value = state_dict.pop(prefix + new, None)
             value = state_dict.pop(prefix + old, value)
             if value is None or not value.numel():
                 continue

@@ -220,11 +220,12 @@ def non_max_suppression(
     """
     if torch.onnx.is_in_onnx_export():
         limits = [limit for limit in (iou_limit, score_limit) if limit is not None]
+        # No other types.
         inputs = [
             boxes.float(),
             scores.float(),
             _scalar(most, torch.int64),
-        ]  # no other types
+        ]
         inputs += [_scalar(limit, torch.float32) for limit in limits]
         return _written_suppression(inputs, center_form)
     numbers = (
@@ -298,9 +299,8 @@ def _written_suppression(inputs: Sequence[Tensor], center_form: bool) -> Tensor:
     if torch.jit.is_tracing():
         example = boxes.new_zeros((scores.shape[0], 3), dtype=torch.int64)
     else:
-        count = torch.nonzero(scores.reshape(-1)).shape[
-            0
-        ]  # some number that no one knows yet
+        # Some number that no one knows yet.
+        count = torch.nonzero(scores.reshape(-1)).shape[0]
         sizes = (count, 3)
     options = {"center_point_box": int(center_form)}
     return write_operator(
@@ -340,9 +340,8 @@ def ranked(
     x: Tensor, count: Tensor | int, axis: int = -1, largest: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Return the extreme elements in order, and their places; of equal ones the first."""
-    if (
-        torch.onnx.is_in_onnx_export()
-    ):  # the operator TopK takes the first of equals as well
+    # The operator TopK takes the first of equals as well.
+    if torch.onnx.is_in_onnx_export():
         return torch.topk(x, int(count), axis, largest)
     values, places = torch.sort(x, dim=axis, descending=largest, stable=True)
     return values.narrow(axis, 0, int(count)), places.narrow(axis, 0, int(count))

@@ -40,9 +40,8 @@ class Ints:
     is bool for comparisons of sizes, float32 or float64 for sizes that were cast and nothing else.
     """
 
-    items: tuple[
-        int | fx.Node, ...
-    ]  # numbers, and nodes that compute one number or flag
+    # Numbers, and nodes that compute one number or flag.
+    items: tuple[int | fx.Node, ...]
     scalar: bool = False  # a tensor without dimensions, not a vector
     dtype: torch.dtype = torch.int64
 
@@ -250,9 +249,8 @@ class GraphBuilder:
         draft = fx.GraphModule(self.root, self.graph, class_name=name)
         draft.graph.eliminate_dead_code()
         draft.graph.lint()
-        module = fx.GraphModule(
-            draft, draft.graph, class_name=name
-        )  # keeps what the graph uses
+        # Keeps what the graph uses.
+        module = fx.GraphModule(draft, draft.graph, class_name=name)
         facts = {
             "input_names": list(input_names),
             "input_shapes": list(input_shapes),

@@ -58,9 +58,8 @@ class _Importer(NetworkImporter):
         self._symbol, self._params = symbol, params
         self._ndims = infer_ndims(symbol, params)
         read = [entry for node in symbol.nodes for entry in node.inputs]
-        self._read: collections.Counter[int] = (
-            collections.Counter()
-        )  # how many outputs of a node
+        # How many outputs of a node.
+        self._read: collections.Counter[int] = collections.Counter()
         for number, output in (*read, *symbol.heads):
             self._read[number] = max(self._read[number], output + 1)
 

@@ -151,9 +151,8 @@ def infer_ndims(symbol: Symbol, params: Mapping[str, Tensor]) -> dict[Output, in
     operators = [
         (n, node) for n, node in enumerate(symbol.nodes) if not node.is_variable
     ]
-    for _ in range(
-        4
-    ):  # each round carries numbers through the whole network, in both directions
+    # Each round carries numbers through the whole network, in both directions.
+    for _ in range(4):
         before = len(ranks)
         for number, node in (*operators, *reversed(operators)):
             _spread(ranks, number, node)

@@ -70,9 +70,8 @@ class GraphBuilder(graph.GraphBuilder):
         # Of nodes that make codes: their source and how it is quantized; the values of the codes.
         self.codes: dict[fx.Node, tuple[Value, Quantization]] = {}
         self.dequantized: dict[fx.Node, Value] = {}
-        self.quantizers: dict[
-            fx.Node, tuple[Value, TensorQuantizer]
-        ] = {}  # with their sources
+        # With their sources.
+        self.quantizers: dict[fx.Node, tuple[Value, TensorQuantizer]] = {}
         self.weights: dict[Constant, Quantization] = {}
         # Of a node that computes a whole shape what has it, its dimensions not being known.
         self.shaped: dict[Value, fx.Node] = {}

@@ -66,9 +66,8 @@ def read_model(source: Any) -> tuple[Any, Path | None]:
         raise FrontendError(f"{where}: there is no such file") from None
     except FrontendError:
         raise
-    except (
-        Exception
-    ) as error:  # protobuf and onnx raise many kinds of errors for broken files
+    # Protobuf and onnx raise many kinds of errors for broken files.
+    except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise FrontendError(f"{where}: cannot be read as ONNX ({reason})") from None
     if not model.graph.node and not model.graph.output:
@@ -189,12 +188,13 @@ def _external(proto: Any, size: int, folder: Path | None, where: str) -> bytes:
             return file.read(size)
     except FrontendError:
         raise
+    # A damaged tensor may have any type and any number of bytes.
     except (
         OSError,
         ValueError,
         TypeError,
         RuntimeError,
-    ) as error:  # of any name and number
+    ) as error:
         raise FrontendError(f"{where}: its data cannot be read ({error})") from None
 
 

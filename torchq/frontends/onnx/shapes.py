@@ -25,9 +25,8 @@ def infer_types(
     try:
         onnx = import_optional("onnx", "from_onnx")
         light = onnx.shape_inference.infer_shapes(light)
-    except (
-        Exception
-    ) as error:  # the binding raises several kinds; the rest may still be converted
+    # The binding raises several kinds; the rest may still be converted.
+    except Exception as error:
         log.debug("%s: shapes are not known: %s", where, error)
     inner = [
         value_info
@@ -69,9 +68,8 @@ def _light_copy(model: Any) -> Any:
             output.type.tensor_type.ClearField("shape")
     for value in light.graph.input:
         for size in value.type.tensor_type.shape.dim:
-            if (
-                size.dim_value < 0
-            ):  # Old exporters of PaddlePaddle write open sizes as -1.
+            # Old exporters of PaddlePaddle write open sizes as -1.
+            if size.dim_value < 0:
                 size.ClearField("dim_value")
     return light
 

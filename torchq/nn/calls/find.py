@@ -113,17 +113,15 @@ class _Recorder(TorchFunctionMode):
         )
         self._stack: list[nn.Module] = []
         self._parameters = {id(p) for p in root.parameters()}
-        self.written: set[int] = (
-            set()
-        )  # Ids of modules whose weight is not the one before the run.
+        # Ids of modules whose weight is not the one before the run.
+        self.written: set[int] = set()
         self._weights_before = {
             id(module): _weight_of(module) for module in root.modules()
         }
         self.read: set[int] = set()  # Ids of parameters that a function of torch got.
         self._data: set[int] = set()
-        self._weights: dict[
-            int, frozenset[int]
-        ] = {}  # Tensor -> the parameters it depends on.
+        # Tensor -> the parameters it depends on.
+        self._weights: dict[int, frozenset[int]] = {}
         self._alive: list[Any] = []  # An id is unique only as long as its tensor lives.
         self.returned: list[tuple[Any, nn.Module]] = []
 
@@ -205,9 +203,8 @@ class _Recorder(TorchFunctionMode):
             calls.unreached |= self._unreached(func, function, args, kwargs)
             return
         place = self._routes[id(owner)].current if id(owner) in self._routes else ""
-        if isinstance(
-            owner, fx.GraphModule
-        ):  # Its nodes have names, and none is routed.
+        # Its nodes have names, and none is routed.
+        if isinstance(owner, fx.GraphModule):
             place = f"node {len(calls.sites)}"
         if not place:
             use = (
@@ -236,9 +233,8 @@ class _Recorder(TorchFunctionMode):
         if type(func).__module__ == "torch._ops" and self._is_with_weight(
             (args, kwargs)
         ):
-            return {
-                str(func): f"hands a weight to {func}"
-            }  # such as torchvision.deform_conv2d
+            # Such as torchvision.deform_conv2d.
+            return {str(func): f"hands a weight to {func}"}
         if any(tensor.is_complex() for tensor in tensors_in((args, kwargs))):
             name = "a product" if function is None else function.word
             is_weighted = self._is_with_weight((args, kwargs))

@@ -213,9 +213,8 @@ def _run_call(
     """Make a call with a weight on the operands that the quantizers of its holder give."""
     holder: Any = owner
     for name in call.holder.split(".") if call.holder else ():
-        holder = getattr(
-            holder, name
-        )  # the Dynamo of torch 2.9 follows no get_submodule
+        # The Dynamo of torch 2.9 follows no get_submodule.
+        holder = getattr(holder, name)
     if call.kind == "attention":
         return holder(*args, **kwargs)
     if isinstance(holder, ComputedCall):
@@ -224,9 +223,8 @@ def _run_call(
             return holder(*operands)
         holder = holder.simulated
     row = product_of(function, args)
-    if row is None or not isinstance(
-        holder, QuantModule
-    ):  # It was left float, or is again.
+    # It was left float, or is again.
+    if row is None or not isinstance(holder, QuantModule):
         return carry_out(function, args, kwargs)
     input, weight = row.left, row.right
     if call.weight_is_left:
@@ -630,9 +628,8 @@ def replace_nodes_(
                 "that was quantized"
             )
         node = nodes[name]
-        if isinstance(
-            module.get_submodule(child), Tap
-        ):  # It gets the first operand of the node.
+        # It gets the first operand of the node.
+        if isinstance(module.get_submodule(child), Tap):
             with graph.inserting_before(node):
                 first = graph.call_module(child, (node.args[0],))
             node.args = (first, *node.args[1:])

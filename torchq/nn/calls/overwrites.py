@@ -27,9 +27,8 @@ class Overwrites:
         self.read_again: set[tuple[int, str]] = set()
         self._count = 0
         self._born: dict[int, int] = {}
-        self._alive: list[
-            Tensor
-        ] = []  # An id is unique only as long as its tensor lives.
+        # An id is unique only as long as its tensor lives.
+        self._alive: list[Tensor] = []
         self._writes: dict[int, list[tuple[int, tuple[int, str]]]] = defaultdict(list)
 
     def handed_on(self, result: Tensor, key: tuple[int, str]) -> Tensor:

@@ -128,9 +128,8 @@ def function_of(module: nn.Module) -> Callable[..., Any]:
 
 def stand_in(cls: type[nn.Module]) -> nn.Module:
     """Return a module that computes what its function does, called with the same arguments."""
-    return (
-        Cat(0) if cls is Cat else cls()
-    )  # torch.cat has another default than its module.
+    # torch.cat has another default than its module.
+    return Cat(0) if cls is Cat else cls()
 
 
 class QuantBinary(QuantModule):

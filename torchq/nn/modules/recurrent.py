@@ -183,9 +183,8 @@ class QuantRecurrent(QuantModule, nn.RNNBase):
             initial = (
                 initial if is_batched else tuple(part.unsqueeze(1) for part in initial)
             )
-        if (
-            not torch.jit.is_tracing()
-        ):  # There the check would compare sizes that are tensors.
+        # There the check would compare sizes that are tensors.
+        if not torch.jit.is_tracing():
             self.check_forward_args(input, self._as_torch(initial), batch_sizes)
         return initial
 

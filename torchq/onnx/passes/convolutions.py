@@ -61,9 +61,8 @@ def _fold_pads(model: Model) -> None:
     The record has under ``folded pads`` what was added in front of each quantizer.
     """
     folded: dict[str, list[int]] = dict(read_record(model).get(_FOLDED, {}))
-    for node in reversed(
-        nodes_of(model, "Pad")
-    ):  # Of two in a row, the second one comes first.
+    # Of two in a row, the second one comes first.
+    for node in reversed(nodes_of(model, "Pad")):
         pairs, convolutions = _read_by(node.outputs[0])
         dims = min(map(_dims, convolutions), default=0)
         amounts = _zeros_around(node, dims) if dims else None
@@ -240,9 +239,8 @@ def _fit_biases(model: Model) -> None:
         if old.scale.numel() not in (1, len(least)):
             continue
         if node.op_type != "Conv" and old.scale.numel() == 1:
-            least = least.max().reshape(
-                1
-            )  # Not every runtime takes several scales here.
+            # Not every runtime takes several scales here.
+            least = least.max().reshape(1)
         scale = old.scale.double().reshape(-1).expand(len(least))
         channels = (least > scale).nonzero().flatten().tolist()
         if channels:

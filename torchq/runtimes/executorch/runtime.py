@@ -122,9 +122,8 @@ class ExecuTorch(FileEngine):
         lock = threading.Lock()
 
         def run(feeds: Mapping[str, Tensor]) -> list[Tensor]:
-            with (
-                lock
-            ):  # the program holds the bytes that its method reads, so it has to stay
+            # The program holds the bytes that its method reads, so it has to stay.
+            with lock:
                 return list(
                     program.load_method("forward").execute(list(feeds.values()))
                 )

@@ -81,9 +81,8 @@ class Session:
         levels = runtime.GraphOptimizationLevel
         level = levels.ORT_ENABLE_ALL if optimize else levels.ORT_DISABLE_ALL
         if save_optimized is not None:
-            level = (
-                levels.ORT_ENABLE_EXTENDED
-            )  # ALL would add memory layouts of this machine.
+            # ALL would add memory layouts of this machine.
+            level = levels.ORT_ENABLE_EXTENDED
             options.optimized_model_filepath = str(save_optimized)
             options.add_session_config_entry(
                 "session.optimized_model_external_initializers_file_name",

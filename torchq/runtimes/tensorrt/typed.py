@@ -140,9 +140,8 @@ class _Typing:
             if why and is_constant(value) and float(value_of(value).abs().max()) > 1:
                 large.add(value)
         for node in self.graph:
-            if not _is_pair(
-                node
-            ):  # It has the type of what it reads, or of what reads it.
+            # It has the type of what it reads, or of what reads it.
+            if not _is_pair(node):
                 self._keep_if_wide(node, wide, large)
         self._keep_moves()
 

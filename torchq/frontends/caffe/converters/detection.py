@@ -90,12 +90,10 @@ class PriorOptions:
     ratios: tuple[float, ...]  # of width to height, without 1
     clip: bool
     variances: tuple[float, ...]  # one, or one for each coordinate
-    image: tuple[
-        int, int
-    ]  # width and height, 0 for those of the image that the network reads
-    steps: tuple[
-        float, float
-    ]  # pixels in x and y, 0 to divide the image by the number of places
+    # Width and height, 0 for those of the image that the network reads.
+    image: tuple[int, int]
+    # Pixels in x and y, 0 to divide the image by the number of places.
+    steps: tuple[float, float]
     offset: float  # of the first box, in steps
 
 

@@ -27,9 +27,8 @@ def _if(node: NodeContext) -> list[Value]:
     names = [name for name in read if isinstance(values.get(name), (fx.Node, Ints))]
     modules = [_branch(node.builder, graph, names) for graph in branches]
     flag: Any = node.inputs[0]
-    if isinstance(
-        flag, Ints
-    ):  # sizes decide: a flag, which exporters know while they trace
+    # Sizes decide: a flag, which exporters know while they trace.
+    if isinstance(flag, Ints):
         flag = flag.items[0]
     result = node.module(Conditional(*modules), flag, *(values[name] for name in names))
     return [result] if counts[0] == 1 else node.parts(counts[0], result)

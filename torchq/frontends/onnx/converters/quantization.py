@@ -211,9 +211,8 @@ def _fake_quantized(
 def _quantizer_name(node: NodeContext) -> str:
     """Return where to put a quantizer: the name of the node without the operator."""
     name = re.sub(r"[./_]DequantizeLinear(_\d+)?$", "", node.name)
-    name = re.sub(
-        r"[./]+", "_", name
-    )  # a path of its own: the layer may take the path of the name
+    # A path of its own: the layer may take the path of the name.
+    name = re.sub(r"[./]+", "_", name)
     return name if name.endswith("quantizer") else f"{name}_quantizer"
 
 
