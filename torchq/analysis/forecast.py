@@ -13,17 +13,16 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from torchq.errors import ConfigError, ExportError, TorchqError
+from torchq.errors import ConfigError, TorchqError
 from torchq.fusion import fuse_
 from torchq.graph import call_model, tensors_in
 from torchq.lowering.api import simulated_copy
@@ -32,11 +31,11 @@ from torchq.onnx import export_onnx
 from torchq.runtime import RUNTIMES, Runtime, runtime_of
 from torchq.runtimes.engine import Engine, Task
 from torchq.runtimes.file_engine import EngineModule
-from torchq.runtimes.onnx_engine import OnnxEngine
+from torchq.runtimes.timing import Measurement, module_to_time, time_modules
 from torchq.swap import Plan, quantize_
 from torchq.swap.share import Share
 from torchq.utils import bullets, copy_module, network_of, progress_bar, table
-from torchq.utils.timing import Samples, time_calls
+from torchq.utils.timing import Samples
 from torchq.workflow import calibrate
 
 log = logging.getLogger(__name__)
@@ -46,8 +45,6 @@ INT8 = "quantized"
 LAYERS = "layers alone"
 #: A gain below this is not worth the work of calibration and its loss.
 _WORTH = 1.15
-#: How files are timed against each other, after a warm-up. The budget is for all of them.
-_MEASUREMENT: Any = {"rounds": 60, "warmup": 3, "min_time": 0.004, "budget": 12.0}
 _REASONS = 3
 
 
@@ -76,10 +73,7 @@ class TimedFile:
     @property
     def noise(self) -> float:
         """Half the distance of the quartiles, as a part of the median."""
-        if self.samples is None:
-            return 0.0
-        low, middle, high = self.samples.quartiles
-        return (high - low) / 2 / middle
+        return 0.0 if self.samples is None else self.samples.noise
 
 
 @dataclass(frozen=True)
@@ -315,7 +309,8 @@ def forecast(
             drafts, description="files", unit="target", enabled=progress
         ):
             draft.prepare(None if folder is None else Path(folder))
-        samples = _samples([draft.modules for draft in drafts], example)
+        modules = [module for draft in drafts for module in draft.modules.values()]
+        samples = time_modules(modules, example, Measurement())
         results = tuple(draft.result(samples) for draft in drafts)
         count = torch.get_num_threads()
     return Forecast(results, _shapes(example), count, time.perf_counter() - began)
@@ -425,7 +420,7 @@ class _Draft:
         for engine in engines or [replace(self.runtime, quantized=quantized)]:
             label = form if len(engines) < 2 else f"{form}, {engine.label}"
             try:
-                module = _built(engine, task)
+                module = module_to_time(engine, task)
                 call_model(module, self.example)
                 self.modules[label] = module
             except Exception as error:  # a runtime may fail in any way it likes
@@ -462,38 +457,6 @@ class _Draft:
             tuple(self.written),
             self.runtime.timer or "{file}",
         )
-
-
-def _built(engine: Engine, task: Task) -> nn.Module:
-    """Return a module to time: of one size alone, and compared with nothing."""
-    if not isinstance(engine, OnnxEngine):
-        return engine.build(task)
-    engine.check()
-    fixed = task.lengths[-1]
-    file_for = engine if engine.quantized else None
-    try:  # The older exporter takes a quarter of the time for the same operators.
-        graph, interface = task.graph(file_for, False, fixed)
-    except ExportError:
-        graph, interface = task.graph(file_for, True, fixed)
-    return EngineModule(engine, graph, interface)
-
-
-def _samples(
-    modules: Sequence[Mapping[str, nn.Module]], example: Any
-) -> dict[int, Samples]:
-    """Time all modules against each other; return their samples by id.
-
-    Of one thread on the CPU they are the processor's, of which other programs take none.
-    """
-    alone = torch.get_num_threads() == 1 and all(t.is_cpu for t in tensors_in(example))
-    clock = time.process_time if alone else time.perf_counter
-    calls: dict[int, Callable[[], object]] = {
-        id(module): partial(call_model, module, example)
-        for forms in modules
-        for module in forms.values()
-    }
-    with torch.no_grad():
-        return time_calls(calls, clock=clock, **_MEASUREMENT)
 
 
 def _size(module: nn.Module) -> int:

@@ -18,6 +18,7 @@ from torchq.runtimes.onnxruntime import (
     inspect_onnx,
 )
 from torchq.runtimes.openvino import OpenVino
+from torchq.runtimes.pays import Pays
 from torchq.runtimes.qnn import Qnn
 from torchq.runtimes.tensorrt import TensorRt
 from torchq.runtimes.torch import Torch
@@ -37,6 +38,7 @@ __all__ = [
     "OnnxEngine",
     "OnnxRuntime",
     "OpenVino",
+    "Pays",
     "Placement",
     "Qnn",
     "RUNTIMES",

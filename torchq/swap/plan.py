@@ -208,6 +208,7 @@ class Plan:
     work: Work | None = None
     forwards: Mapping[str, str] = field(default_factory=dict)
     check: str = field(default="", compare=False)
+    timing: str = field(default="", compare=False)
 
     def __hash__(self) -> int:
         # Its other parts are mappings; plans that differ in these alone may have equal hashes.
@@ -311,7 +312,7 @@ class Plan:
         decisions = tuple(sorted(rows, key=lambda d: d.names))
         same: dict[str, Any] = {"modes": {}, "target": None, "recipe": "", "work": None}
         same["settings"] = {}
-        return replace(self, decisions=decisions, **same, check="")
+        return replace(self, decisions=decisions, **same, check="", timing="")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON data, which :meth:`from_dict` reads.
@@ -322,6 +323,7 @@ class Plan:
         operators   path of a module -> its class, and ``sites``; see :class:`Operators`
         forwards    path of a module -> the hash of its code. Left out where there is none.
         check       left out where it is empty
+        timing      left out where it is empty
         settings    those of the target that are others than its usual ones; left out without any
         work        ``measured``, ``amounts`` and ``classes`` of what each module computes, or None
         ==========  ==============================================================================
@@ -417,7 +419,8 @@ class Plan:
         counts.append(f"{len(self.skipped)} skipped")
         recipe = f", recipe {self.recipe}" if self.recipe else ""
         share = f"; {self.share}" if self.share else ""
-        return f"{', '.join(counts)}{recipe}{share}{self._evaluation()}{self._doubt()}"
+        timing = f"; {self.timing}" if self.timing else ""
+        return f"{', '.join(counts)}{recipe}{share}{timing}{self._evaluation()}{self._doubt()}"
 
     def _evaluation(self) -> str:
         """Return whether a forward without gradients computes what the target does."""
@@ -497,7 +500,7 @@ _PARTS = (
     *("operators", "placed", "shared", "modes", "work"),
 )
 #: Those that are left out where they are empty.
-_MAYBE = ("forwards", "check", "settings")
+_MAYBE = ("forwards", "check", "settings", "timing")
 
 
 _MODES = ("off", "observe", "quantize", "observe+quantize")

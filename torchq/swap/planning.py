@@ -1,6 +1,6 @@
 """Planning and quantizing: rules, then what a target adds, then what one run in float shows."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -35,6 +35,7 @@ from torchq.swap.find_operators import (
     OperatorSite,
     modules_with_other_readers,
 )
+from torchq.swap.keeping import KEEPS, Keep, kept_plan
 from torchq.swap.passes import passes_for
 from torchq.swap.placement import decide_for_target
 from torchq.swap.plan import Operators, Plan
@@ -63,6 +64,7 @@ def quantize_(
     exclude: Sequence[Pattern] | Pattern | None = None,
     target: str | Runtime | None = None,
     example: Any = None,
+    keep: str | Keep | None = None,
     check: bool = True,
     progress: bool = True,
 ) -> Plan:
@@ -84,6 +86,7 @@ def quantize_(
             :func:`torchq.graph.call_arguments`. With it, quantizers that see the same tensor
             become one, so that its readers agree on its range whatever training does. First layers
             that the target runs faster in float stay float, unless a rule is the path of the layer.
+        keep: as for :func:`plan`.
         check: with an example, run the converted model with every quantizer off, and the float
             model, and refuse the conversion where their results are not equal bit for bit. A model
             that differs from itself, as one does whose forward asks the time, cannot be compared;
@@ -111,7 +114,7 @@ def quantize_(
     stages = progress_stages("quantize", ("plan", "swap"), enabled=progress)
     # What is made in inference mode could not be calibrated or trained outside of it.
     with torch.inference_mode(False), uncompiled(), stages as next_stage:
-        planned = _planned(model, config, include, exclude, target, example)
+        planned = _kept(model, config, include, exclude, target, example, keep)
         next_stage()
         with unchanged_on_error(model):
             if example is not None and check:
@@ -122,7 +125,8 @@ def quantize_(
             keep_plan(model, planned)
             if target is not None:
                 remember_target(model, runtime_of(target))
-    warn_if_small(model, planned.share)
+    if keep is None:
+        warn_if_small(model, planned.share)
     return planned
 
 
@@ -134,6 +138,7 @@ def plan(
     exclude: Sequence[Pattern] | Pattern | None = None,
     target: str | Runtime | None = None,
     example: Any = None,
+    keep: str | Keep | None = None,
 ) -> Plan:
     """Decide what :func:`quantize_` would do; nothing is changed.
 
@@ -152,6 +157,10 @@ def plan(
             operators of forwards that cannot be traced, and the function calls with weights in
             every forward. Without it these calls are found where a forward passes the weight of a
             child to a function.
+        keep: a rule of what stays quantized. ``"pays"`` leaves in float what gains no time on
+            the runtime of the target, all of it if the float model is not slower: files are made
+            and timed on the example, which takes a minute or two. For a runtime elsewhere:
+            :class:`torchq.runtimes.Pays`.
 
     Returns:
         Every decision with the rule that made it; ``print`` it for a dry run. Its last line says
@@ -166,9 +175,32 @@ def plan(
     """
     model = network_of(model)
     with torch.inference_mode(False), uncompiled():
-        planned = _planned(model, config, include, exclude, target, example)
-    warn_if_small(model, planned.share)
+        planned = _kept(model, config, include, exclude, target, example, keep)
+    if keep is None:
+        warn_if_small(model, planned.share)
     return planned
+
+
+def _kept(
+    model: nn.Module,
+    config: QuantConfig | None,
+    include: Sequence[Pattern] | Pattern | None,
+    exclude: Sequence[Pattern] | Pattern | None,
+    target: str | Runtime | None,
+    example: Any,
+    keep: str | Keep | None,
+) -> Plan:
+    """Return the plan without what a rule leaves in float."""
+
+    def without(paths: Iterable[str]) -> Plan:
+        excluded = [*patterns(exclude), *paths]
+        return _planned(model, config, include, excluded, target, example)
+
+    if keep is None:
+        return without(())
+    if isinstance(keep, str):
+        return kept_plan(keep, KEEPS[keep], model, without, example)
+    return kept_plan(qualified_name(type(keep)), keep, model, without, example)
 
 
 def _planned(

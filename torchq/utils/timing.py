@@ -35,6 +35,12 @@ class Samples:
         """The median of the rounds."""
         return statistics.median(self.seconds)
 
+    @property
+    def noise(self) -> float:
+        """Half the distance of the quartiles, as a part of the median."""
+        low, middle, high = self.quartiles
+        return (high - low) / 2 / middle
+
 
 def quartiles(values: tuple[float, ...]) -> tuple[float, float, float]:
     """Return the lower quartile, the median and the upper quartile of at least one number."""

@@ -1,0 +1,60 @@
+"""What of a plan stays: rules that ask more than the model, such as the clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from torch import nn
+
+from torchq.swap.plan import Plan
+from torchq.utils import Registry
+
+#: Returns the plan in which the modules at some paths stay float too.
+PlanWithout = Callable[[Iterable[str]], Plan]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a rule found out.
+
+    Attributes:
+        in_float: path of a module that stays float -> why.
+        timing: how long the model takes, in a sentence.
+    """
+
+    in_float: Mapping[str, str] = field(default_factory=dict)
+    timing: str = ""
+
+
+class Keep(Protocol):
+    """A rule of what stays quantized: ``keep=`` of :func:`torchq.plan`."""
+
+    def __call__(
+        self, model: nn.Module, planned: Plan, without: PlanWithout, example: Any
+    ) -> Kept:
+        """Return what is to stay float of a plan, whose model is left unchanged."""
+
+
+#: Name -> rule.
+KEEPS: Registry[str, Keep] = Registry("keep")
+
+
+def kept_plan(
+    name: str, keep: Keep, model: nn.Module, without: PlanWithout, example: Any
+) -> Plan:
+    """Return the plan without what a rule leaves in float."""
+    planned = without(())
+    kept = keep(model, planned, without, example)
+    if {decision.name for decision in planned.replaced} <= kept.in_float.keys():
+        return replace(planned.in_float(kept.in_float, name), timing=kept.timing)
+    if kept.in_float:
+        planned = without(kept.in_float)
+    decisions = [
+        replace(decision, reason=kept.in_float[decision.name], by=name)
+        if decision.reason and decision.name in kept.in_float
+        else decision
+        for decision in planned.decisions
+    ]
+    return replace(planned, decisions=tuple(decisions), timing=kept.timing)
