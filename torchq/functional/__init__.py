@@ -14,6 +14,7 @@ from torchq.functional.fake_quant import (
     quantize,
     quantize_affine,
 )
+from torchq.functional.fixed import FixedFakeQuantize
 from torchq.functional.gradient import (
     range_gradient_scale,
     scale_gradient,
@@ -27,6 +28,7 @@ __all__ = [
     "AffineFakeQuantizeFunction",
     "CodeGrid",
     "FakeQuantizeFunction",
+    "FixedFakeQuantize",
     "QParams",
     "Range",
     "compute_dtype",

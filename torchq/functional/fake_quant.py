@@ -16,7 +16,7 @@ from torchq.errors import ConfigError
 from torchq.formats import INT8, POWER_OF_TWO, UINT8, Format, PerTensor
 from torchq.formats.granularity import Granularity
 from torchq.functional import onnx_ops
-from torchq.functional.gradient import straight_through
+from torchq.functional.gradient import straight_through, with_signature
 from torchq.functional.kernels.dispatch import (
     backend_for,
     kernels,
@@ -46,6 +46,7 @@ _LEAST_LOW = -1e-30
 _LEAST_HIGH = 1e-12
 
 
+@with_signature
 class AffineFakeQuantizeFunction(torch.autograd.Function):
     """Round to a grid with a zero point; gradients to the input, the scale and the zero point.
 
@@ -272,6 +273,7 @@ def _fake_quantize_affine(
     return granularity.join(y, x.shape)
 
 
+@with_signature
 class FakeQuantizeFunction(torch.autograd.Function):
     """``snap(x / scale) * scale``; gradient 1 where ``|x| <= amax`` and 0 elsewhere, none to amax.
 

@@ -1,13 +1,26 @@
 """Gradients that differ from those of the value: scaled ones, and those past a rounding."""
 
-from typing import Any
+import inspect
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from torchq.formats import Format
 
+F = TypeVar("F", bound=type[torch.autograd.Function])
 
+
+def with_signature(cls: F) -> F:
+    """Keep the signature of ``forward``, a class decorator: each call asks for it.
+
+    Making it takes as long as computing a small tensor (:func:`inspect.signature`, PEP 362).
+    """
+    cls.forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
+    return cls
+
+
+@with_signature
 class ScaleGradientFunction(torch.autograd.Function):
     """Identity; the gradient is multiplied by ``factor``."""
 
@@ -55,6 +68,7 @@ def range_gradient_scale(elements: int, ranges: int, format: Format) -> float:
     return format.qmax**1.5 / (elements / ranges) ** 0.5 if elements else 0.0
 
 
+@with_signature
 class StraightThroughFunction(torch.autograd.Function):
     """The second argument; the gradient goes to the first unchanged."""
 

@@ -63,8 +63,8 @@ def _products_step(layer: Any, bias: Tensor | None) -> Tensor | None:
     if not (is_fixed(of_input) and is_fixed(of_weight)):
         return None
     with torch.no_grad():
-        scale: Tensor = layer.corrected_weight(of_weight.scale).flatten()
-        return of_input.scale.reshape(()) * scale
+        scale: Tensor = layer.corrected_weight(of_weight.kept_scale()).flatten()
+        return of_input.kept_scale().reshape(()) * scale
 
 
 def _least_step(bias: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -14,6 +15,7 @@ from torchq.errors import CalibrationError, ConfigError, ExportError
 from torchq.formats import IntFormat, PerTensor
 from torchq.functional import (
     CodeGrid,
+    FixedFakeQuantize,
     QParams,
     Range,
     compute_dtype,
@@ -25,6 +27,7 @@ from torchq.functional import (
     range_gradient_scale,
     scale_gradient,
 )
+from torchq.functional.kernels.dispatch import takes_tiles
 from torchq.nn import optional_buffers
 from torchq.nn.given_numbers import checked_numbers, checked_qparams
 from torchq.nn.kept_numbers import KeptNumbers, are_plain_numbers
@@ -43,6 +46,8 @@ _MODES = {
     "observe+quantize": (True, True),
 }
 
+#: The dtypes that are quantized in float32.
+_IN_FLOAT32 = (torch.float32, torch.float16, torch.bfloat16)
 _CALIBRATE = "Run torchq.calibrate(model, batches), or set_amax(...)"
 _LEGACY_KEYS = {"_amax": "amax", "_pre_quant_scale": "pre_quant_scale"}
 # The value of the buffer ``unsigned`` while calibration has not chosen; then it is 0 or 1.
@@ -103,9 +108,11 @@ class TensorQuantizer(nn.Module):
     # torch.jit.trace reads every attribute of the class and of the object, but for these. There may
     # be no scale yet; see also __dir__.
     __jit_ignored_attributes__ = ("scale", "range")
-    # A quantizer from before there were delegates has none, nor a kept grid.
+    # A quantizer from before there were delegates has none, nor kept numbers.
     _delegate: Delegate | None = None
     _kept_grid: KeptNumbers[CodeGrid | None] | None = None
+    _kept_function: KeptNumbers[FixedFakeQuantize] | None = None
+    _kept_scale: KeptNumbers[Tensor] | None = None
     keeps_sign: bool = False
     #: It stands in several slots, by :func:`torchq.nn.share_quantizers_`.
     shared: bool = False
@@ -123,6 +130,8 @@ class TensorQuantizer(nn.Module):
         self.mode = mode
         self.calibrator = None
         self._kept_grid = KeptNumbers()
+        self._kept_function = KeptNumbers()
+        self._kept_scale = KeptNumbers()
         self._prepare_range(device)
         self.register_buffer("pre_quant_scale", None)
         if self.descriptor.unsigned == "auto":
@@ -216,11 +225,64 @@ class TensorQuantizer(nn.Module):
         d = self.descriptor
         if not d.fake_quant:
             return self.codes(x)
+        fixed = self._fixed_function(x)
+        if fixed is not None:
+            return fixed(x)
         if "held_scale" in self._buffers:
             return fake_quantize_affine(x, *self._held(), d.format, d.granularity)
         function = learned_fake_quantize if d.learn_amax else fake_quantize
         high, low = self.range_for(x)
         return function(x, high, d.format, d.granularity, d.block_scale_format, low)
+
+    def _fixed_function(self, x: Tensor) -> FixedFakeQuantize | None:
+        """Return what a call on ``x`` computes, kept as long as the range stays the same.
+
+        None where the range is that of the call, gets a gradient or is not on a CPU, and while
+        something records the call.
+        """
+        kept = self._kept_function
+        ends = self._ends_to_keep()
+        if kept is None or ends is None:
+            return None
+        if not takes_tiles(x) or x.dtype not in _IN_FLOAT32:
+            return None
+        make = partial(self._made_function, x.shape)
+        fixed = kept.get((self.descriptor,), ends, make)
+        return fixed if fixed.shape in (None, x.shape) else None
+
+    def _made_function(self, shape: torch.Size) -> FixedFakeQuantize:
+        d = self.descriptor
+        settings = d.format, d.granularity, d.block_scale_format
+        with torch.inference_mode(False), torch.no_grad():
+            return FixedFakeQuantize.of(self._scaled_range(), shape, *settings)
+
+    def _ends_to_keep(self) -> tuple[Tensor, Tensor | None] | None:
+        """Return the ends of a known range that numbers may be kept for; None if there is none."""
+        d = self.descriptor
+        if d.learn_amax or d.dynamic or d.block_size is not None:
+            return None
+        buffers = self._buffers
+        amax = buffers["amax"]
+        if amax is None or "held_scale" in buffers:
+            return None
+        # Its size is no number while something records the call.
+        return (amax, buffers["amin"]) if takes_tiles(amax) and amax.numel() else None
+
+    def kept_scale(self) -> Tensor:
+        """Return :attr:`scale`, kept as long as the range stays the same; nobody may write to it.
+
+        Raises:
+            CalibrationError: see :meth:`qparams`.
+        """
+        kept = self._kept_scale
+        ends = self._ends_to_keep()
+        if kept is None or ends is None:
+            return self.scale
+        return kept.get((self.descriptor,), ends, self._made_scale)
+
+    def _made_scale(self) -> Tensor:
+        with torch.inference_mode(False), torch.no_grad():
+            return self.scale
 
     def fixed_grid(self) -> CodeGrid | None:
         """Return what every call rounds its input to, one object as long as that stays the same.

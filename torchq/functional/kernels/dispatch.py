@@ -78,6 +78,11 @@ def backend_for(
     return "reference"
 
 
+def takes_tiles(x: Tensor) -> bool:
+    """Return True if :func:`backend_for` chooses tiles for ``x``, whatever its range and format."""
+    return is_plain(x) and x.is_cpu and _forced.get() in (None, "tiled")
+
+
 def is_plain(x: Tensor) -> bool:
     """Return True if a kernel may run on ``x`` now.
 

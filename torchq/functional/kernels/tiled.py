@@ -67,6 +67,8 @@ def _narrow_rows(tensor: Tensor, start: int, length: int) -> Tensor:
 
 def _in_memory_order(tensors: list[Tensor], dense: Tensor) -> list[Tensor]:
     """Permute the dimensions of tensors so that those of ``dense`` follow its memory."""
+    if dense.is_contiguous():
+        return tensors
     order = memory_order(dense)
     return [tensor.permute(order) if tensor.dim() else tensor for tensor in tensors]
 
@@ -80,13 +82,22 @@ def fake_quantize(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute :func:`torchq.functional.kernels.reference.fake_quantize` tile by tile."""
     scale = scale_from_amax(amax, format, scale_format)
+    numbers = amax, divisor(amax, scale), scale
+    return fake_quantize_scaled(x, numbers, format, with_mask)
+
+
+def fake_quantize_scaled(
+    x: Tensor, numbers: tuple[Tensor, Tensor, Tensor], format: Format, with_mask: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Compute :func:`fake_quantize` with amax, its divisor and its scale."""
+    scale = numbers[2]
     y = torch.empty_like(x)
     mask = torch.empty_like(x, dtype=torch.int8) if with_mask else None
     # Half precision is computed in float32, in a buffer of one tile.
     scratch = (
         None if x.dtype is scale.dtype else scale.new_empty(min(x.numel(), _tile()))
     )
-    tensors = [x, y, amax, divisor(amax, scale), scale]
+    tensors = [x, y, *numbers]
     if mask is not None:
         tensors.append(mask)
     for x_t, y_t, amax_t, divisor_t, scale_t, *mask_t in _tiles(
@@ -115,21 +126,29 @@ def fake_quantize_between(
     """Compute :func:`torchq.functional.kernels.reference.fake_quantize_between` tile by tile."""
     y = torch.empty_like(x)
     mask = torch.empty_like(x, dtype=torch.int8) if with_mask else None
-    scratch = scale.new_empty(2, min(x.numel(), _tile()))
+    # Half precision is computed in float32, in a buffer of one tile.
+    is_half = x.dtype is not scale.dtype
+    buffers = scale.new_empty(2 if is_half else 1, min(x.numel(), _tile()))
     tensors = [x, y, scale, low, high]
     if mask is not None:
         tensors.append(mask)
     for x_t, y_t, scale_t, low_t, high_t, *mask_t in _tiles(
         _in_memory_order(tensors, y), _tile()
     ):
-        work, clamped = scratch[:, : x_t.numel()].view(2, *x_t.shape).unbind(0)
-        work.copy_(x_t).div_(scale_t)
+        clamped = buffers[0, : x_t.numel()].view(x_t.shape)
+        if is_half:
+            work = buffers[1, : x_t.numel()].view(x_t.shape)
+            work.copy_(x_t).div_(scale_t)
+        else:
+            work = torch.div(x_t, scale_t, out=y_t)
         if mask_t:
             torch.minimum(torch.maximum(work, low_t, out=clamped), high_t, out=clamped)
             mask_t[0].copy_(torch.eq(clamped, work, out=clamped))
         round_(work, format.rounding)
         torch.minimum(torch.maximum(work, low_t, out=work), high_t, out=work)
-        y_t.copy_(work.mul_(scale_t))
+        work.mul_(scale_t)
+        if is_half:
+            y_t.copy_(work)
     return y, mask
 
 
