@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -288,3 +289,75 @@ def test_bad_arguments_are_named() -> None:
         search(Metric(), 0.1, target="magic")
     with pytest.raises(ConfigError, match="tune: got a Tensor as batches"):
         tune(net(), batches()[0], Metric(), max_drop=0.1)
+
+
+# --- time ----------------------------------------------------------------------------------------
+
+
+def seconds_of(quantized: float) -> Callable[[Path], float]:
+    """Return a clock for which a file with codes takes these seconds, and one without takes 1."""
+
+    def seconds(path: Path) -> float:
+        return quantized if b"QuantizeLinear" in path.read_bytes() else 1.0
+
+    return seconds
+
+
+def tuned_for_time(quantized: float, faster_than: float) -> torchq.ptq.TuneResult:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
+    return tune(
+        model,
+        [torch.ones(2, 8)],
+        lambda m: 1.0,
+        max_drop=0.1,
+        target="onnxruntime",
+        faster_than=faster_than,
+        time=seconds_of(quantized),
+        progress=False,
+    )
+
+
+def test_a_model_that_is_fast_and_good_enough_is_kept() -> None:
+    result = tuned_for_time(0.5, faster_than=1.5)
+    assert result.kept
+    assert [trial.speedup for trial in result.table] == [2.0]
+    assert "2.00x" in str(result)
+
+
+@pytest.mark.slow
+def test_a_model_that_is_too_slow_is_not_kept() -> None:
+    with pytest.warns(UserWarning, match=r"and is 2\.00x float; expected .* and 3x"):
+        result = tuned_for_time(0.5, faster_than=3.0)
+    assert not result.kept
+
+
+def test_where_integers_gain_no_time_the_float_model_is_the_result() -> None:
+    result = tuned_for_time(1.0, faster_than=1.0)
+    assert result.kept
+    assert not list(torchq.workflow.quantizers(result.model))
+    assert "stays float, as integers gain no time: onnxruntime: " in result.code
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"faster_than": 0}, r"faster_than=0; expected a factor above 0"),
+        ({"faster_than": "2"}, r"faster_than='2'; expected a factor above 0"),
+        (
+            {"faster_than": 2.0},
+            r"faster_than=2.0 and no target; expected one, .*target=",
+        ),
+    ],
+)
+def test_speedups_that_mean_nothing_are_refused(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"tune: got {message}"):
+        tune(
+            nn.Linear(2, 2),
+            [torch.ones(1, 2)],
+            lambda m: 1.0,
+            max_drop=0.1,
+            progress=False,
+            **options,
+        )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import torchq
 from torchq.errors import ConfigError
-from torchq.runtimes import Pays
+from torchq.runtimes import Pays, speed
 from torchq.runtimes.pays import groups_of
 from torchq.swap import Plan, apply_, plan_of
 
@@ -80,7 +80,7 @@ def test_operators_that_lose_time_stay_float() -> None:
 def test_the_plan_says_what_decided_and_how_long_a_call_takes() -> None:
     plan = planned()
     assert "with Add on integers and" in plan.explain("quant_add")
-    assert "decided by torchq.runtimes.pays.Pays" in plan.explain("quant_add")
+    assert "decided by pays" in plan.explain("quant_add")
     assert plan.timing == "onnxruntime: 1.1e+04 ms in float, 7e+03 ms quantized"
     assert plan.timing in str(plan)
     assert Plan.from_dict(plan.to_dict()).timing == plan.timing
@@ -160,7 +160,7 @@ def test_parts_of_larger_models_hold_neighbours() -> None:
         ({"target": "onnxruntime"}, r'keep="pays": got no example; expected one'),
         (
             {"target": "tensorrt", "example": X},
-            r"the runtime 'tensorrt' cannot be timed here; .*Pass keep=torchq\.runtimes\.Pays",
+            r"the runtime 'tensorrt' cannot be timed here; .*Pass time=, a function",
         ),
     ],
 )
@@ -173,7 +173,7 @@ def test_what_cannot_be_timed_is_refused(options: dict[str, Any], message: str) 
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf"), -1.0])
 def test_times_that_are_none_are_refused(value: float) -> None:
     keep = Pays(time=lambda path: value)
-    with pytest.raises(ConfigError, match=r'keep="pays": got .*expected the seconds'):
+    with pytest.raises(ConfigError, match=r"time: got .*expected the seconds"):
         torchq.plan(Waves().eval(), target="onnxruntime", example=X, keep=keep)
 
 
@@ -191,3 +191,19 @@ def test_a_runtime_of_this_machine_is_timed() -> None:
         model, target="onnxruntime", example=torch.ones(1, 64), keep="pays"
     )
     assert plan.timing.startswith("onnxruntime: ")
+
+
+def test_the_speed_of_a_calibrated_model() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
+    x = torch.ones(2, 8)
+    torchq.quantize_(model, target="onnxruntime", example=x, progress=False)
+    torchq.calibrate(model, [x], progress=False)
+    with torch.inference_mode():
+        found = speed(model, x, lambda path: 1 + (b"Quantize" not in path.read_bytes()))
+    assert found.gain == 2.0
+    assert found.is_faster
+    assert str(found).startswith("onnxruntime: 1e+03 ms, float 2e+03 ms (2.00x); ")
+    assert "one call of (2, 8) on 1 thread" in str(found)
+    assert found.bytes[0] > 0
+    assert found.bytes[1] > 0
+    assert not speed(model, x, lambda path: 1.0).is_faster

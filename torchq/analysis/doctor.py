@@ -31,9 +31,12 @@ from torchq.analysis.checks import (
 from torchq.analysis.detections import Detections
 from torchq.analysis.outputs import Outputs, compare_outputs, user_metric
 from torchq.analysis.sensitivity import SensitivityReport, sensitivity
-from torchq.errors import ConfigError, QuantizationError
-from torchq.graph import Forward, call_model
+from torchq.errors import ConfigError, QuantizationError, TorchqError
+from torchq.graph import Forward, call_arguments, call_model
 from torchq.nn import QuantModule, TensorQuantizer
+from torchq.runtime import planned_runtime
+from torchq.runtimes import speed
+from torchq.runtimes.timing import can_be_timed
 from torchq.swap import plan_of
 from torchq.swap.plan import Decision, Plan
 from torchq.utils import (
@@ -68,6 +71,7 @@ class DoctorReport:
         outputs: what quantization does to the outputs; None without batches or with errors.
         cures: what helps where that is damage, the cheapest first.
         share: how much of the model is quantized, as its plan says.
+        speed: how fast and how large it is on its runtime, beside the float model; may be empty.
     """
 
     findings: tuple[Finding, ...]
@@ -76,6 +80,7 @@ class DoctorReport:
     outputs: Outputs | None = None
     cures: tuple[Cure, ...] = ()
     share: str = ""
+    speed: str = ""
 
     def of(self, severity: Severity) -> tuple[Finding, ...]:
         """Return the findings of one severity."""
@@ -110,7 +115,7 @@ class DoctorReport:
         )
 
     def __str__(self) -> str:
-        lines = [self.share] if self.share else []
+        lines = [line for line in (self.share, wrap(self.speed)) if line]
         if self.outputs is not None:
             lines.insert(
                 0,
@@ -141,6 +146,7 @@ def doctor(
     metric: object = None,
     forward: Forward | None = None,
     num_batches: int | None = 4,
+    timed: bool = True,
     strict: bool = False,
     progress: bool = True,
 ) -> DoctorReport:
@@ -155,6 +161,8 @@ def doctor(
             None compares predictions.
         forward: called as ``forward(model, batch)`` instead of the model itself.
         num_batches: the number of batches to stop after; None reads all of them.
+        timed: with batches, time a model for a runtime that is here beside the float model, which
+            takes an export of both.
         strict: raise an error if there is a finding of severity error.
         progress: show a bar.
 
@@ -195,10 +203,23 @@ def doctor(
         lambda: compare_outputs(model, sample_batches or (), metric, **options),
         lambda: ranking_of(model, sample_batches or (), metric, **options),
     )
+    if timed and sample_batches and report.ok and forward is None:
+        report = replace(report, speed=_speed_of(model, sample_batches[0]))
     if strict and not report.ok:
         mismatch = f"got {len(report.errors)} errors; expected none"
         raise QuantizationError(f"{_WHERE}: {mismatch}\n{report}")
     return report
+
+
+def _speed_of(model: nn.Module, batch: Any) -> str:
+    """Return how fast a model is on its runtime; "" where it is not here or cannot run it."""
+    if not can_be_timed(planned_runtime(model)):
+        return ""
+    args, kwargs = call_arguments(model, batch)
+    try:
+        return str(speed(model, kwargs or args))
+    except TorchqError as error:
+        return f"not timed: {error}"
 
 
 def known_quantizers(model: nn.Module) -> dict[str, TensorQuantizer]:

@@ -8,7 +8,6 @@ allows, and the layers alone.
 
 from __future__ import annotations
 
-import io
 import logging
 import math
 import time
@@ -24,14 +23,19 @@ from torch import nn
 
 from torchq.errors import ConfigError, TorchqError
 from torchq.fusion import fuse_
-from torchq.graph import call_model, tensors_in
+from torchq.graph import call_model
 from torchq.lowering.api import simulated_copy
 from torchq.nn import QuantModule
 from torchq.onnx import export_onnx
 from torchq.runtime import RUNTIMES, Runtime, runtime_of
 from torchq.runtimes.engine import Engine, Task
-from torchq.runtimes.file_engine import EngineModule
-from torchq.runtimes.timing import Measurement, module_to_time, time_modules
+from torchq.runtimes.timing import (
+    Measurement,
+    module_to_time,
+    shapes_in_words,
+    stored_size,
+    time_modules,
+)
 from torchq.swap import Plan, quantize_
 from torchq.swap.share import Share
 from torchq.utils import bullets, copy_module, network_of, progress_bar, table
@@ -313,7 +317,9 @@ def forecast(
         samples = time_modules(modules, example, Measurement())
         results = tuple(draft.result(samples) for draft in drafts)
         count = torch.get_num_threads()
-    return Forecast(results, _shapes(example), count, time.perf_counter() - began)
+    return Forecast(
+        results, shapes_in_words(example), count, time.perf_counter() - began
+    )
 
 
 def _runtimes(targets: str | Runtime | Iterable[str | Runtime] | None) -> list[Runtime]:
@@ -342,11 +348,6 @@ def _threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _shapes(example: Any) -> str:
-    shapes = [str(tuple(tensor.shape)) for tensor in tensors_in(example)]
-    return " and ".join(shapes) or "no tensors"
 
 
 class _Draft:
@@ -441,7 +442,7 @@ class _Draft:
     def result(self, samples: Mapping[int, Samples]) -> TargetForecast:
         """Return the figures."""
         files = [
-            TimedFile(form, samples[id(module)], _size(module))
+            TimedFile(form, samples[id(module)], stored_size(module))
             for form, module in self.modules.items()
         ]
         files += [
@@ -457,12 +458,3 @@ class _Draft:
             tuple(self.written),
             self.runtime.timer or "{file}",
         )
-
-
-def _size(module: nn.Module) -> int:
-    """Return the bytes of the file, or of the saved module without one."""
-    if isinstance(module, EngineModule):
-        return module.graph.numel()
-    saved = io.BytesIO()
-    torch.save(module, saved)
-    return saved.getbuffer().nbytes

@@ -235,6 +235,7 @@ class _Demo:
         int8 = self.quantized(net, torchq.recipes.int8(reduce_range=saturates()))
         torchq.save(int8, self.out / "int8.pt")
         deployed = torchq.deploy(int8, self.data.images[:8], target="torch")
+        print(torchq.runtimes.speed(int8, self.data.images[:8]))
         self.export("INT8 PTQ", int8, "int8.onnx")
         self.rows.append(self.row("INT8 in PyTorch", self.classes(deployed)))
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
+from time import monotonic
 from typing import Any, Literal
 
 from torch import nn
@@ -30,7 +31,8 @@ from torchq.ptq.equalization import equalize_
 from torchq.ptq.gptq import gptq_
 from torchq.ptq.smoothing import smooth_
 from torchq.runtime import Runtime, runtime_of
-from torchq.swap import quantize_
+from torchq.runtimes import Pays, speed
+from torchq.swap import plan, quantize_
 from torchq.utils import (
     copy_module,
     evaluating,
@@ -74,6 +76,7 @@ class TunedConfig:
         method: the calibration method of activations; None takes that of each descriptor.
         before: names in :data:`PREPARATIONS`: what runs before calibration.
         algorithm: a name in :data:`ALGORITHMS`, or None: what runs after calibration.
+        exclude: paths that stay float, as the runtime gains no time by them.
         source: the expression that makes ``config``, for :meth:`code`.
 
     Example:
@@ -89,6 +92,7 @@ class TunedConfig:
     method: str | None = None
     before: tuple[str, ...] = ()
     algorithm: str | None = None
+    exclude: tuple[str, ...] = ()
     source: str = field(default="config", compare=False)
 
     def __post_init__(self) -> None:
@@ -119,7 +123,12 @@ class TunedConfig:
         """
         example = batches[0]
         quantize_(
-            model, self.config, target=self.target, example=example, progress=progress
+            model,
+            self.config,
+            exclude=self.exclude,
+            target=self.target,
+            example=example,
+            progress=progress,
         )
         for name, function in PREPARATIONS.items():
             if name in self.before:
@@ -142,7 +151,10 @@ class TunedConfig:
         target = "" if runtime is None else f", target={runtime.name!r}"
         method = "" if self.method is None else f", method={self.method!r}"
         unseen = "" if on_unseen == "error" else f", on_unseen={on_unseen!r}"
-        lines = [f"torchq.quantize_(model, {self.source}{target}, example=batches[0])"]
+        exclude = f", exclude={list(self.exclude)!r}" if self.exclude else ""
+        lines = [
+            f"torchq.quantize_(model, {self.source}{exclude}{target}, example=batches[0])"
+        ]
         for name in self.before:
             argument = "batches[0]" if name == "equalize_" else "batches"
             lines.append(f"torchq.ptq.{name}(model, {argument})")
@@ -164,6 +176,8 @@ class TuneTrial:
         mean_bits: the mean width of the weights of Linear and Conv layers and of all quantized
             ones; 32 where a weight is float; NaN if the model could not be made.
         seconds: that the trial took.
+        speedup: the time of the float model on the runtime over that of this one; NaN where it
+            was not asked for.
         error: why it could not be made, else "".
     """
 
@@ -173,6 +187,7 @@ class TuneTrial:
     metric: float = math.nan
     mean_bits: float = math.nan
     seconds: float = 0.0
+    speedup: float = math.nan
     error: str = ""
 
 
@@ -202,19 +217,23 @@ class TuneResult:
     table: tuple[TuneTrial, ...]
 
     def __str__(self) -> str:
-        rows = [("tried", "metric", "bits of a weight", "seconds", "because")]
-        rows.append(("float", f"{self.float_metric:.4g}", "32", "", ""))
+        rows = [("tried", "metric", "bits of a weight", "seconds", "speed", "because")]
+        rows.append(("float", f"{self.float_metric:.4g}", "32", "", "1x", ""))
         for trial in self.table:
             outcome = trial.error or f"{trial.metric:.4g}"
             bits = "" if math.isnan(trial.mean_bits) else f"{trial.mean_bits:.3g}"
-            rows.append(
-                (trial.change, outcome, bits, f"{trial.seconds:.1f}", trial.reason)
-            )
+            speed = "" if math.isnan(trial.speedup) else f"{trial.speedup:.2f}x"
+            took = f"{trial.seconds:.1f}"
+            rows.append((trial.change, outcome, bits, took, speed, trial.reason))
+        is_timed = any(not math.isnan(trial.speedup) for trial in self.table)
+        shown: list[tuple[str, ...]] = [
+            row if is_timed else (*row[:4], row[5]) for row in rows
+        ]
         verdict = "keeps the metric" if self.kept else "does NOT keep the metric"
         seconds = sum(trial.seconds for trial in self.table)
         text = f"{self.metric:.4g} of {self.float_metric:.4g} {verdict}: "
         text += f"{len(self.table)} trials in {seconds:.1f} s. The same from the float model:"
-        return table(rows, f"{wrap(text)}\n{self.code}")
+        return table(shown, f"{wrap(text)}\n{self.code}")
 
 
 def _bits(descriptor: QuantDescriptor) -> int:
@@ -365,6 +384,8 @@ def tune(
     max_drop: float,
     recipe: QuantConfig | None = None,
     target: str | Runtime | None = None,
+    faster_than: float | None = None,
+    time: Callable[[Path], float] | None = None,
     time_limit: float | None = None,
     progress: bool = True,
 ) -> TuneResult:
@@ -377,6 +398,10 @@ def tune(
     point and is judged by the metric alone; the first one that keeps it ends the search. Mixed
     precision comes last, with mean bits that rise by fifths of the way to 8 bits, or to float.
 
+    With ``faster_than`` time counts too: what gains none on the runtime stays float from the start,
+    as ``torchq.plan(..., keep="pays")`` decides, and a trial must also be fast enough. Where the
+    float model is not slower, the result is the float model.
+
     Args:
         model: a float model, fused (:func:`torchq.fuse_`); left unchanged.
         batches: for calibration and the algorithms, without labels or with them; see
@@ -388,6 +413,9 @@ def tune(
         recipe: the widths that are wanted; default that of the target, or
             :func:`torchq.recipes.int8`.
         target: the runtime that the model is for; see :func:`torchq.quantize_`.
+        faster_than: the least speedup over the float model on the runtime, such as 1.2; None looks
+            at no time. It needs a target.
+        time: seconds of a call where the runtime is elsewhere; see :class:`torchq.runtimes.Pays`.
         time_limit: seconds after which no trial is started; the best one so far is returned.
         progress: show a bar.
 
@@ -430,14 +458,28 @@ def tune(
         raise ConfigError(
             f"tune: the metric of the float model is {float_metric}; expected finite"
         )
-    search = _Search(model, kept_list, measure, float_metric - max_drop)
-    deadline = math.inf if time_limit is None else time.monotonic() + time_limit
-    candidates = search.candidates(_start(recipe, target))
+    start = _start(recipe, target)
+    goal = _Goal(float_metric - max_drop, _checked_speedup(faster_than, start), time)
+    search = _Search(model, kept_list, measure, goal)
+    deadline = math.inf if time_limit is None else monotonic() + time_limit
+    if faster_than is not None:
+        planned = plan(
+            model,
+            start.config,
+            target=target,
+            example=kept_list[0],
+            keep=Pays(time=time),
+        )
+        if not planned.replaced:
+            return _float_result(search, start, planned.timing, float_metric)
+        left = [d.name for d in planned.skipped if d.by == Pays.name]
+        start = replace(start, exclude=tuple(left))
+    candidates = search.candidates(start)
     for trial in progress_bar(
         candidates, description="tune", enabled=progress, unit="trial"
     ):
         search.try_out(trial)
-        if time.monotonic() >= deadline:
+        if monotonic() >= deadline:
             break
     return _result(search, float_metric)
 
@@ -451,6 +493,48 @@ def _start(recipe: QuantConfig | None, target: str | Runtime | None) -> TunedCon
         recipe = recipes.int8() if runtime is None else runtime.recipe()
         source = "torchq.recipes.int8()" if recipe == recipes.int8() else "recipe"
     return TunedConfig(recipe, target=target, source=source)
+
+
+def _checked_speedup(faster_than: float | None, start: TunedConfig) -> float | None:
+    if faster_than is None:
+        return None
+    if not isinstance(faster_than, (int, float)) or not 0 < faster_than < math.inf:
+        raise ConfigError(
+            f"tune: got faster_than={faster_than!r}; expected a factor above 0, such as 1.2"
+        )
+    if start.target is None:
+        raise ConfigError(
+            f"tune: got faster_than={faster_than} and no target; expected one, as a model is "
+            "timed on a runtime. Pass target="
+        )
+    return faster_than
+
+
+def _float_result(
+    search: _Search, start: TunedConfig, timing: str, float_metric: float
+) -> TuneResult:
+    """Return the float model as the result."""
+    assert search.goal.speedup is not None
+    reason = f"integers gain no time: {timing}"
+    trial = TuneTrial(
+        "stay in float",
+        reason,
+        start,
+        float_metric,
+        mean_bits=_FLOAT_BITS,
+        speedup=1.0,
+    )
+    kept = search.goal.is_met_by(trial)
+    if not kept:
+        warnings.warn(
+            f"tune: {reason}; expected {search.goal.speedup:g} times as fast. The result is the "
+            "float model",
+            stacklevel=3,
+        )
+    model = copy_module(search.model).eval()
+    code = f"# The model stays float, as {reason}."
+    figures = float_metric, float_metric, float(_FLOAT_BITS)
+    return TuneResult(model, start, code, *figures, kept, (trial,))
 
 
 def _found_metric(metric: Any, model: nn.Module, batches: Sequence[Any]) -> Metric:
@@ -475,8 +559,9 @@ def _result(search: _Search, float_metric: float) -> TuneResult:
     trial = search.best
     if not search.kept:
         warnings.warn(
-            f"tune: the best of {len(search.table)} trials has the metric {trial.metric:.4g}; "
-            f"expected at least {search.wanted:.4g}. Allow a larger max_drop or more bits",
+            f"tune: the best of {len(search.table)} trials has the metric {trial.metric:.4g}"
+            f"{_faster(trial)}; expected at least {search.goal.metric:.4g}"
+            f"{_faster_wanted(search.goal)}. Allow a larger max_drop or more bits",
             stacklevel=3,
         )
     model, report = search.model_of(trial.settings)
@@ -485,6 +570,14 @@ def _result(search: _Search, float_metric: float) -> TuneResult:
     return TuneResult(
         model, trial.settings, code, *figures, search.kept, tuple(search.table)
     )
+
+
+def _faster(trial: TuneTrial) -> str:
+    return "" if math.isnan(trial.speedup) else f" and is {trial.speedup:.2f}x float"
+
+
+def _faster_wanted(goal: _Goal) -> str:
+    return "" if goal.speedup is None else f" and {goal.speedup:g}x"
 
 
 def metric_of(metric: Metric, model: nn.Module) -> float:
@@ -514,21 +607,44 @@ def _mean_weight_bits(model: nn.Module) -> float:
     return sum(bits * count for bits, count in ranked) / total if total else math.nan
 
 
-class _Search:
-    """The trials of one call of :func:`torchq.tune`; ``wanted`` is the least good metric.
+@dataclass(frozen=True)
+class _Goal:
+    """What ends the search.
 
-    ``best`` is the trial of the largest metric, and ``last`` the last model, float at first.
+    Attributes:
+        metric: the least that is good enough.
+        speedup: the least over the float model; None where time does not count.
+        time: seconds of a call where the runtime is elsewhere.
+    """
+
+    metric: float
+    speedup: float | None
+    time: Callable[[Path], float] | None
+
+    def is_fast(self, trial: TuneTrial) -> bool:
+        """Return True if a trial is fast enough."""
+        return self.speedup is None or trial.speedup >= self.speedup
+
+    def is_met_by(self, trial: TuneTrial) -> bool:
+        """Return True if a trial is good and fast enough."""
+        return trial.metric >= self.metric and self.is_fast(trial)
+
+    def rank(self, trial: TuneTrial) -> tuple[bool, float]:
+        """Return what is larger for the better one of two trials."""
+        return self.is_fast(trial), trial.metric
+
+
+class _Search:
+    """The trials of one call of :func:`torchq.tune`.
+
+    ``best`` is the best trial so far, and ``last`` the last model, float at first.
     """
 
     def __init__(
-        self, model: nn.Module, batches: Sequence[Any], metric: Metric, wanted: float
+        self, model: nn.Module, batches: Sequence[Any], metric: Metric, goal: _Goal
     ) -> None:
-        self.model, self.batches, self.metric, self.wanted = (
-            model,
-            batches,
-            metric,
-            wanted,
-        )
+        self.model, self.batches = model, batches
+        self.metric, self.goal = metric, goal
         self.table: list[TuneTrial] = []
         self.best: TuneTrial | None = None
         self.last = model
@@ -537,7 +653,7 @@ class _Search:
     @property
     def kept(self) -> bool:
         """True if a trial is good enough."""
-        return self.best is not None and self.best.metric >= self.wanted
+        return self.best is not None and self.goal.is_met_by(self.best)
 
     def candidates(self, start: TunedConfig) -> Iterator[TuneTrial]:
         """Yield what to try until something is good enough; each is tried before the next."""
@@ -566,21 +682,30 @@ class _Search:
 
     def try_out(self, trial: TuneTrial) -> None:
         """Quantize and measure one candidate, and add its row to the table."""
-        started = time.monotonic()
+        started = monotonic()
         metric = math.nan
+        gain = math.nan
         bits = math.nan
         error = ""
         try:
             model, _ = self.model_of(trial.settings)
             metric = metric_of(self.metric, model)
             bits = _mean_weight_bits(model)
+            if self.goal.speedup is not None:
+                gain = speed(model, self.batches[0], self.goal.time).gain
         except TorchqError as reason:
             error = str(reason)
-        seconds = time.monotonic() - started
         trial = replace(
-            trial, metric=metric, mean_bits=bits, seconds=seconds, error=error
+            trial,
+            metric=metric,
+            mean_bits=bits,
+            seconds=monotonic() - started,
+            speedup=gain,
+            error=error,
         )
         self.table.append(trial)
         log.debug("tune: %s: %s", trial.change, trial.error or trial.metric)
-        if math.isfinite(metric) and (self.best is None or metric > self.best.metric):
+        if math.isfinite(metric) and (
+            self.best is None or self.goal.rank(trial) > self.goal.rank(self.best)
+        ):
             self.best = trial

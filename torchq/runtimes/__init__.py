@@ -5,6 +5,7 @@ A new one is a file with a :class:`Runtime`, and its name below.
 
 from torchq.runtime import RUNTIMES, Codes, FileRules, Placement, Runtime
 from torchq.runtimes.api import deploy
+from torchq.runtimes.beside_float import Speed, speed
 from torchq.runtimes.chips import CHIPS
 from torchq.runtimes.engine import Engine
 from torchq.runtimes.executorch.runtime import ExecuTorch
@@ -43,9 +44,11 @@ __all__ = [
     "Qnn",
     "RUNTIMES",
     "Runtime",
+    "Speed",
     "TensorRt",
     "Torch",
     "deploy",
+    "speed",
 ]
 
 for _runtime in (

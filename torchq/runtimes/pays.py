@@ -10,38 +10,24 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
-import tempfile
 import time
-import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
-from torchq.errors import ConfigError, TorchqError
-from torchq.lowering.api import simulated_copy
-from torchq.runtime import Runtime, runtime_with
-from torchq.runtimes.engine import Engine, Task
-from torchq.runtimes.timing import (
-    Measurement,
-    graph_to_time,
-    module_to_time,
-    time_modules,
-)
+from torchq.errors import TorchqError
+from torchq.runtime import runtime_with
+from torchq.runtimes.timing import Timer, is_faster, milliseconds, timer_of
 from torchq.swap import Plan, apply_
 from torchq.swap.keeping import KEEPS, Kept, PlanWithout
 from torchq.utils import copy_module
-from torchq.utils.timing import Samples
 from torchq.workflow import calibrate
 
 log = logging.getLogger(__name__)
 
-#: How often a file is timed by a function of the user.
-_CALLS = 3
 #: The work of small layers, together, as a part of the whole.
 _SMALL = 0.05
 #: Into how many parts of neighbours a model is cut.
@@ -77,9 +63,10 @@ class Pays:
 
     Raises:
         ConfigError: There is no target or no example, or the runtime is not here and there is no
-            ``time``.
+            ``time``; or ``time`` returns no number of seconds.
     """
 
+    name: ClassVar[str] = "pays"
     time: Callable[[Path], float] | None = None
     limit: float = 100.0
 
@@ -87,35 +74,13 @@ class Pays:
         self, model: nn.Module, planned: Plan, without: PlanWithout, example: Any
     ) -> Kept:
         """Return what is to stay float; see :class:`torchq.swap.keeping.Keep`."""
-        runtime = self._runtime(planned, example)
+        runtime = runtime_with(planned.target, planned.settings)
         deadline = time.monotonic() + self.limit
-        # What a file is warned of is said by the steps that make one to use.
-        with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
-            warnings.simplefilter("ignore")
-            timer: _Timer = _Here(runtime, example)
-            if self.time is not None:
-                timer = _Elsewhere(runtime, example, self.time, Path(folder))
+        with timer_of('keep="pays"', runtime, example, self.time) as timer:
             return _Search(timer, model, without, deadline).kept(planned)
 
-    def _runtime(self, planned: Plan, example: Any) -> Runtime:
-        runtime = runtime_with(planned.target, planned.settings)
-        if runtime is None or example is None:
-            missing = "target" if runtime is None else "example"
-            raise ConfigError(
-                f'keep="pays": got no {missing}; expected one, as a model is timed on a runtime '
-                f"and on an example. Pass {missing}="
-            )
-        is_timed = isinstance(runtime, Engine) and runtime.measured and runtime.here
-        if self.time is None and not is_timed:
-            raise ConfigError(
-                f'keep="pays": the runtime {runtime.name!r} cannot be timed here; expected a '
-                "runtime with its own kernels on this machine. Pass "
-                "keep=torchq.runtimes.Pays(time=function of the path of an ONNX file)"
-            )
-        return runtime
 
-
-KEEPS.add("pays", Pays())
+KEEPS.add(Pays.name, Pays())
 
 
 def groups_of(model: nn.Module, planned: Plan) -> list[Group]:
@@ -175,70 +140,6 @@ def _small(planned: Plan, paths: list[str]) -> list[str]:
     return small if len(small) < len(paths) else []
 
 
-class _Timer(ABC):
-    """Makes what is timed of a model, and times it."""
-
-    def __init__(self, runtime: Runtime, example: Any) -> None:
-        self.runtime, self.example = runtime, example
-
-    @abstractmethod
-    def file(self, model: nn.Module, *, quantized: bool) -> Any:
-        """Return a calibrated model as the runtime gets it, or as it was before."""
-
-    @abstractmethod
-    def times(self, files: Sequence[Any]) -> list[Samples]:
-        """Return the times of one call of each file."""
-
-
-class _Here(_Timer):
-    """Times on the kernels of this machine."""
-
-    def file(self, model: nn.Module, *, quantized: bool) -> nn.Module:
-        assert isinstance(self.runtime, Engine)
-        engine = replace(self.runtime, quantized=quantized)
-        task = Task(simulated_copy(model), self.example, compares=False)
-        return module_to_time(engine, task)
-
-    def times(self, files: Sequence[nn.Module]) -> list[Samples]:
-        samples = time_modules(files, self.example, Measurement())
-        return [samples[id(file)] for file in files]
-
-
-class _Elsewhere(_Timer):
-    """Writes files, which a function of the user times."""
-
-    def __init__(
-        self,
-        runtime: Runtime,
-        example: Any,
-        time: Callable[[Path], float],
-        folder: Path,
-    ) -> None:
-        super().__init__(runtime, example)
-        self.time, self.folder = time, folder
-        self.written = 0
-
-    def file(self, model: nn.Module, *, quantized: bool) -> Path:
-        self.written += 1
-        task = Task(simulated_copy(model), self.example, compares=False)
-        graph, _ = graph_to_time(self.runtime if quantized else None, task)
-        path = self.folder / f"{self.written}.onnx"
-        path.write_bytes(graph.numpy().tobytes())
-        return path
-
-    def times(self, files: Sequence[Path]) -> list[Samples]:
-        """Return the times of files, in turns, as a machine may drift."""
-        rounds = [[float(self.time(path)) for path in files] for _ in range(_CALLS)]
-        for seconds in rounds:
-            for value in seconds:
-                if not 0 < value < math.inf:
-                    raise ConfigError(
-                        f'keep="pays": got {value} from {self.time!r}; expected the seconds of '
-                        "one call"
-                    )
-        return [Samples(tuple(column), 1) for column in zip(*rounds, strict=True)]
-
-
 @dataclass(frozen=True)
 class _Version:
     """A model with some modules in float."""
@@ -251,7 +152,7 @@ class _Search:
     """Puts groups of modules back into float, as long as that makes the model faster."""
 
     def __init__(
-        self, timer: _Timer, model: nn.Module, without: PlanWithout, deadline: float
+        self, timer: Timer, model: nn.Module, without: PlanWithout, deadline: float
     ) -> None:
         self.timer, self.model, self.without = timer, model, without
         self.deadline = deadline
@@ -267,8 +168,8 @@ class _Search:
             best = self._tried(best, group)
         before, after = self.timer.times([in_float, best.file])
         name = self.timer.runtime.name
-        times = f"{_milliseconds(before)} in float, {_milliseconds(after)} quantized"
-        if not _is_faster(after, before):
+        times = f"{milliseconds(before)} in float, {milliseconds(after)} quantized"
+        if not is_faster(after, before):
             reason = f"{name} takes {times}: integers gain nothing"
             every_path = [decision.name for decision in planned.replaced]
             return Kept(dict.fromkeys(every_path, reason), f"{name}: {times}")
@@ -316,23 +217,13 @@ class _Search:
         # Float operators beside layers cost no accuracy; layers in float cost size.
         is_better = after.median <= before.median
         if group.has_weights:
-            is_better = _is_faster(after, before)
+            is_better = is_faster(after, before)
         if not is_better:
             return best
         reason = (
-            f"{self.timer.runtime.name} takes {_milliseconds(before)} with {group.label} on "
-            f"integers and {_milliseconds(after)} without"
+            f"{self.timer.runtime.name} takes {milliseconds(before)} with {group.label} on "
+            f"integers and {milliseconds(after)} without"
         )
         for path in version.in_float:
             self.reasons.setdefault(path, reason)
         return version
-
-
-def _is_faster(after: Samples, before: Samples) -> bool:
-    """Return True if a time is below another one by more than both are off by."""
-    noise = math.hypot(before.noise, after.noise)
-    return after.median < before.median * (1 - noise)
-
-
-def _milliseconds(samples: Samples) -> str:
-    return f"{1000 * samples.median:.3g} ms"

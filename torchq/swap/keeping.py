@@ -31,6 +31,10 @@ class Kept:
 class Keep(Protocol):
     """A rule of what stays quantized: ``keep=`` of :func:`torchq.plan`."""
 
+    @property
+    def name(self) -> str:
+        """By which decisions say that it made them."""
+
     def __call__(
         self, model: nn.Module, planned: Plan, without: PlanWithout, example: Any
     ) -> Kept:
@@ -42,17 +46,18 @@ KEEPS: Registry[str, Keep] = Registry("keep")
 
 
 def kept_plan(
-    name: str, keep: Keep, model: nn.Module, without: PlanWithout, example: Any
+    keep: str | Keep, model: nn.Module, without: PlanWithout, example: Any
 ) -> Plan:
     """Return the plan without what a rule leaves in float."""
+    rule = KEEPS[keep] if isinstance(keep, str) else keep
     planned = without(())
-    kept = keep(model, planned, without, example)
+    kept = rule(model, planned, without, example)
     if {decision.name for decision in planned.replaced} <= kept.in_float.keys():
-        return replace(planned.in_float(kept.in_float, name), timing=kept.timing)
+        return replace(planned.in_float(kept.in_float, rule.name), timing=kept.timing)
     if kept.in_float:
         planned = without(kept.in_float)
     decisions = [
-        replace(decision, reason=kept.in_float[decision.name], by=name)
+        replace(decision, reason=kept.in_float[decision.name], by=rule.name)
         if decision.reason and decision.name in kept.in_float
         else decision
         for decision in planned.decisions

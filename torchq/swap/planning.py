@@ -35,7 +35,7 @@ from torchq.swap.find_operators import (
     OperatorSite,
     modules_with_other_readers,
 )
-from torchq.swap.keeping import KEEPS, Keep, kept_plan
+from torchq.swap.keeping import Keep, kept_plan
 from torchq.swap.passes import passes_for
 from torchq.swap.placement import decide_for_target
 from torchq.swap.plan import Operators, Plan
@@ -198,9 +198,7 @@ def _kept(
 
     if keep is None:
         return without(())
-    if isinstance(keep, str):
-        return kept_plan(keep, KEEPS[keep], model, without, example)
-    return kept_plan(qualified_name(type(keep)), keep, model, without, example)
+    return kept_plan(keep, model, without, example)
 
 
 def _planned(
