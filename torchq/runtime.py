@@ -85,7 +85,7 @@ class Arithmetic(Protocol):
         """Return what is added to the sums in place of a float bias."""
 
     def rounds_products(self, step: Tensor, to: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return the function of exact sums, in place, that gives the codes of a scale."""
+        """Return the function of exact sums, in place, that gives values of codes of a scale."""
 
     def float_products(
         self, step: Tensor, bias: Tensor | None
@@ -95,7 +95,10 @@ class Arithmetic(Protocol):
     def adds(
         self, first: QParams, second: QParams, to: QParams
     ) -> Callable[[Tensor, Tensor], Tensor]:
-        """Return the function of two tensors of codes that gives the codes of their sum."""
+        """Return the function of two tensors of codes that gives the codes of their sum.
+
+        It may write to both.
+        """
 
     def averages(self, of: QParams, to: QParams) -> Callable[[Tensor, int], Tensor]:
         """Return the function of exact sums of codes, in place, and how many codes each adds.

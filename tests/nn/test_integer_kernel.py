@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import torchq
 from tests.models import Parts
+from torchq.functional.kernels import tiled
 from torchq.nn import QuantAdd
 from torchq.nn.integer_kernel import IntegerKernel
 from torchq.nn.kept_numbers import KeptNumbers
@@ -120,6 +121,18 @@ def test_a_convolution_gives_the_codes_of_its_kernel(groups: int) -> None:
     with torch.enable_grad():
         simulated = layer(x)
     assert not torch.equal(simulated, expected)
+
+
+def test_tiles_of_a_cache_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large tensors are rounded piece by piece, with the factors of their channels."""
+    model, x = block(), images()
+    last = x.contiguous(memory_format=torch.channels_last)
+    expected = evaluated(model, x), evaluated(model.first, x[0])
+    for size in (7, 40, 450):
+        monkeypatch.setattr(tiled, "_TILE", size)
+        assert torch.equal(evaluated(model, x), expected[0])
+        assert torch.equal(evaluated(model, last), expected[0])
+        assert torch.equal(evaluated(model.first, x[0]), expected[1])
 
 
 @pytest.mark.parametrize(
@@ -441,8 +454,8 @@ def test_sums_are_scaled_in_one_product() -> None:
     sums = torch.arange(-30_000.0, 30_000.0).expand(64, -1)
     found = runtime.arithmetic.rounds_products(step, to)(sums.clone())
     factor = step.numpy() / to.numpy()
-    assert torch.equal(found, torch.from_numpy((sums.numpy() * factor).round()))
-    in_two_steps = (sums * step).div_(to).round_()
+    assert torch.equal(found, torch.from_numpy((sums.numpy() * factor).round()) * to)
+    in_two_steps = (sums * step).div_(to).round_().mul_(to)
     assert 0 < int((found != in_two_steps).sum()) < 0.01 * sums.numel()
 
 

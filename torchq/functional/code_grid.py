@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torchq.functional.kernels.tiled import tiles
 from torchq.functional.qparams import QParams
 
 
@@ -44,11 +45,18 @@ class CodeGrid:
 
     def codes(self, x: Tensor) -> Tensor:
         """Return the codes of float32 values less the zero point, in a new float32 tensor."""
-        return torch.div(x, self.scale).round_().clamp_(self.low, self.high)
+        codes = torch.empty_like(x)
+        for part, values in tiles(codes, x):
+            torch.div(values, self.scale, out=part).round_().clamp_(self.low, self.high)
+        return codes
 
     def values(self, x: Tensor) -> Tensor:
         """Return float32 values rounded to the grid, in a new tensor."""
-        return self.codes(x).mul_(self.scale)
+        rounded = torch.empty_like(x)
+        for part, values in tiles(rounded, x):
+            torch.div(values, self.scale, out=part).round_()
+            part.clamp_(self.low, self.high).mul_(self.scale)
+        return rounded
 
     def codes_of_values(self, values: Tensor) -> Tensor | None:
         """Return the codes of values that lie on the grid; None where one does not."""

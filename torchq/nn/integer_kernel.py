@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from torchq.formats import IntFormat
 from torchq.functional import CodeGrid
+from torchq.functional.kernels.tiled import tiles
 from torchq.nn.integer_bias import kernel_bias, raises_step
 from torchq.nn.kept_numbers import KeptNumbers, are_plain_numbers
 from torchq.nn.tensor_quantizer import TensorQuantizer
@@ -163,17 +164,14 @@ class _Product:
 
     Attributes:
         sums: adds the products of codes.
-        finish: makes codes or values of the sums, in place.
-        to: the scale of the codes that ``finish`` makes; None for values.
+        finish: makes values of the sums, in place.
     """
 
     sums: _Sums
     finish: Callable[[Tensor], Tensor]
-    to: Tensor | None
 
     def __call__(self, codes: Tensor, multiply: Multiply) -> Tensor:
-        result = self.finish(self.sums(codes, multiply))
-        return result if self.to is None else result.mul_(self.to)
+        return self.finish(self.sums(codes, multiply))
 
 
 def integer_product(layer: Any, x: Tensor, multiply: Multiply) -> Tensor | None:
@@ -277,7 +275,7 @@ def _product_of(layer: Any, kernel: IntegerKernel, grid: CodeGrid) -> _Product |
         layer.output_gain,
         layer.output_shift,
     )
-    if any(t is not None and t.device.type != "cpu" for t in tensors):
+    if not layer.weight.is_cpu:  # nor can be the others
         return None
     product: _Product | None
     product = kernel.kept(
@@ -307,10 +305,10 @@ def _made(
     step = step.expand(len(weight))
     if to is None or is_float:
         finish = arithmetic.float_products(step, bias)
-        return _Product(_Sums(codes, None, grid), finish, None)
+        return _Product(_Sums(codes, None, grid), finish)
     bias_codes = None if bias is None else arithmetic.bias_codes(bias, step)
     finish = arithmetic.rounds_products(_by_channel(step, codes), to.scale)
-    return _Product(_Sums(codes, bias_codes, grid), finish, to.scale)
+    return _Product(_Sums(codes, bias_codes, grid), finish)
 
 
 def _has_whole_weights(quantizer: TensorQuantizer) -> bool:
@@ -469,10 +467,13 @@ def integer_sum(layer: Any, first: Any, second: Any) -> Tensor | None:
     add = None if grids is None else kernel.adds(grids)
     if grids is None or add is None:
         return None
-    x, y = _codes(of_first, grids[0], first), _codes(of_second, grids[1], second)
-    if isinstance(x, Tensor) and isinstance(y, Tensor):
-        return add(x, y).mul_(grids[2].scale)
-    return _values(x, grids[0]) + _values(y, grids[1])
+    x = _codes(of_first, grids[0], first)
+    y = _codes(of_second, grids[1], second)
+    if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
+        return _values(x, grids[0]) + _values(y, grids[1])
+    for part, other in tiles(x, y):
+        add(part, other).mul_(grids[2].scale)
+    return x
 
 
 # --- means over whole images --------------------------------------------------------------------

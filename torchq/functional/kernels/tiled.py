@@ -5,7 +5,7 @@ the cache it costs little more than reading the input and writing the result. No
 larger than a tile.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -31,6 +31,17 @@ def supports(x: Tensor, amax: Tensor, format: Format, *, affine: bool = False) -
 
 def _tile() -> int:
     return _TILE * torch.get_num_threads()
+
+
+def tiles(*tensors: Tensor) -> Iterator[Sequence[Tensor]]:
+    """Yield aligned pieces of tensors, small enough for several passes in the cache.
+
+    The first is dense; others have its shape, or as many dimensions with sizes of 1.
+    """
+    limit = _tile()
+    if tensors[0].numel() <= limit:
+        return iter((tensors,))
+    return _tiles(_in_memory_order(list(tensors), tensors[0]), limit)
 
 
 def _tiles(tensors: list[Tensor], limit: int) -> Iterator[list[Tensor]]:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from torchq.functional import QParams
+from torchq.functional.kernels.tiled import tiles
 
 
 class OnnxRuntimeArithmetic:
@@ -34,9 +35,15 @@ class OnnxRuntimeArithmetic:
         return torch.round(bias / step)
 
     def rounds_products(self, step: Tensor, to: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return how QLinearConv and QGemm make codes of sums, in place."""
+        """Return how QLinearConv and QGemm make codes of sums, in place, and these values."""
         factor = step / to
-        return lambda sums: sums.mul_(factor).round_()
+
+        def values(sums: Tensor) -> Tensor:
+            for part, factors, scale in tiles(sums, _with_dims(factor, sums), to):
+                part.mul_(factors).round_().mul_(scale)
+            return sums
+
+        return values
 
     def float_products(
         self, step: Tensor, bias: Tensor | None
@@ -62,8 +69,9 @@ class OnnxRuntimeArithmetic:
         fixed = zero_c - of_zeros.float()
 
         def add(x: Tensor, y: Tensor) -> Tensor:
-            second_added = _fused(fixed, y + zero_b, ratio_b)
-            return _fused(second_added, x + zero_a, ratio_a).round_().sub_(zero_c)
+            second_added = _fused(fixed, y.add_(zero_b), ratio_b, out=y)
+            added = _fused(second_added, x.add_(zero_a), ratio_a, out=x)
+            return added.round_().sub_(zero_c)
 
         return add
 
@@ -78,11 +86,16 @@ class OnnxRuntimeArithmetic:
         return average
 
 
-def _fused(addend: Tensor, codes: Tensor, ratio: float) -> Tensor:
-    """Return ``addend + codes * ratio``, rounded once, in float32."""
+def _with_dims(factor: Tensor, sums: Tensor) -> Tensor:
+    """Return factors of channels with as many dimensions as sums."""
+    return factor.view(*[1] * (sums.dim() - factor.dim()), *factor.shape)
+
+
+def _fused(addend: Tensor, codes: Tensor, ratio: float, out: Tensor) -> Tensor:
+    """Write ``addend + codes * ratio``, rounded once, in float32, into ``out``; return it."""
     if _adds_in_one_step():
-        return torch.add(addend, codes, alpha=ratio)
-    return codes.double().mul_(ratio).add_(addend).float()
+        return torch.add(addend, codes, alpha=ratio, out=out)
+    return out.copy_(codes.double().mul_(ratio).add_(addend))
 
 
 @cache
