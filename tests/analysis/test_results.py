@@ -188,6 +188,7 @@ def test_one_of_two_outputs_is_enough() -> None:
     assert math.isnan(torchq.layer_errors(model, [x], progress=False).output_sqnr)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("engine", ["torch", "onnxruntime", "openvino"])
 def test_deploy_refuses_a_simulation_that_returns_nan(engine: str) -> None:
     if engine != "torch":

@@ -31,7 +31,7 @@ def test_only_named_errors_come_out(reader: str, corpus: Path) -> None:
 
 # A process takes five seconds to start; benchmarks/fuzz.py runs all readers so.
 @pytest.mark.slow
-@pytest.mark.parametrize("reader", ["load", "from_onnx_old", "mxnet_symbol"])
+@pytest.mark.parametrize("reader", ["load", "from_onnx_old"])
 def test_only_named_errors_come_out_of_processes_with_little_memory(
     reader: str, corpus: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import runpy
 import shutil
 import sys
@@ -226,13 +227,14 @@ def test_demo_runs_to_its_table(
 
 
 @pytest.mark.slow
-def test_the_table_of_the_demo_shows_what_each_step_is_for(folder: Path) -> None:
-    pytest.importorskip("sklearn")
-    pytest.importorskip("onnxruntime")
-    assert main(["demo", "--out", "demo", "--epochs", "3"]) == 0
-    results = (folder / "demo" / "results.json").read_text()
+def test_the_table_of_the_demo_shows_what_each_step_is_for() -> None:
+    """Read what README's first command made, which continuous integration ran before."""
+    made = os.environ.get("TORCHQ_DEMO")
+    if made is None:
+        pytest.skip("TORCHQ_DEMO names no folder of the demo, as .ci/run does")
+    results = Path(made, "results.json").read_text()
     rows = {row["model"]: row for row in json.loads(results)}
-    # Three epochs: far from the full demo, but the order of things holds with a wide margin.
+    # The order of things holds with a wide margin.
     assert rows["FP32, fused"]["accuracy"] > 0.8
     assert (
         rows["FP32, fused"]["agreement"] == rows["FP32, as trained"]["agreement"] == 1.0

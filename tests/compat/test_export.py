@@ -110,7 +110,7 @@ def close(path: Path, model: nn.Module, x: Tensor, atol: float = 1e-5) -> None:
         torch.testing.assert_close(run(path, x), model(x), rtol=0, atol=atol)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @EXPORTERS
 @pytest.mark.parametrize(
     "options",
@@ -232,6 +232,7 @@ def convolutions_by_input(file: Any) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.sample(1)
 @EXPORTERS
 def test_rules_read_from_an_uncalibrated_export(tmp_path: Path, dynamo: bool) -> None:
     torch.manual_seed(4)

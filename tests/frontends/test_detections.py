@@ -71,7 +71,7 @@ SSD = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("changes", SSD.values(), ids=SSD.keys())
 @EXPORTERS
 def test_detections_of_ssd_in_a_file_follow_the_image(

@@ -99,6 +99,7 @@ def test_a_dense_block_agrees_with_its_simulation(
     assert sqnr(torchq.deploy(model)(x), model(x)) > 40
 
 
+@pytest.mark.slow
 def test_a_densenet_agrees_with_its_simulation() -> None:
     """Codes with and without negative values meet in its concatenations."""
     models = pytest.importorskip("torchvision.models")

@@ -461,6 +461,7 @@ class Bounds(nn.Module):
         return self.shares(self.taps["shares"](self.means(x).mean((2, 3)).softmax(1)))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino", "few bits", "half"])
 def test_every_bound_says_no_to_a_factor_of_less_than_a_code(
     target: str, path: Path

@@ -49,6 +49,7 @@ def input_shapes(path: Path) -> list[list[object]]:
     return [[dim.dim_param or dim.dim_value for dim in shape] for shape in shapes]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dynamo", [False, True])
 def test_ids_and_masks_may_be_of_any_length(dynamo: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
