@@ -7,6 +7,8 @@ from torch import Tensor, nn
 import torchq
 from tests.lowering.common import calibrated, recipe, sqnr
 from tests.models import simulated
+from torchq.errors import ExportError
+from torchq.lowering import api
 from torchq.runtimes import Torch
 
 
@@ -162,3 +164,70 @@ def test_results_that_cannot_be_compared_are_errors(
     model = calibrated(Faking(extra, more), images)
     with pytest.raises(torchq.errors.ExportError, match=expected):
         torchq.deploy(model, images)
+
+
+def test_inputs_that_a_simulation_has_rounded_already_are_compared_as_codes() -> None:
+    class Branches(nn.Module):
+        """Cannot be traced, so that its layers read floats on the engine."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Conv2d(3, 8, 1)
+            self.b = nn.Conv2d(8, 8, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            return h + self.b(h) if h.shape[1] == 8 else h
+
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 8, 8)
+    model = Branches().eval()
+    # Evaluation computes codes as ONNX Runtime does, on the range of larger images.
+    torchq.quantize_(model, recipe(), target="onnxruntime", example=x, progress=False)
+    torchq.calibrate(model, [x * 8], progress=False)
+    int8 = torchq.deploy(model, x, target="torch", progress=False)
+    # A code that falls the other way at a tie is a step of 255.
+    assert sqnr(int8(x), model(x)) > 40
+
+
+def test_codes_of_either_sign_that_are_concatenated_are_read_with_all_their_bounds() -> (
+    None
+):
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Conv2d(3, 8, 1)
+            self.b = nn.Conv2d(3, 8, 1)
+            self.c = nn.Conv2d(16, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.c(torch.cat([self.a(x).relu(), self.b(x)], 1))
+
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 8, 8)
+    int8 = torchq.deploy(calibrated(Joined(), x), x, target="torch", progress=False)
+    bounds = int8.c.input_qparams
+    assert (bounds.quant_min, bounds.quant_max) == (0, 255)
+
+
+def test_an_error_of_the_code_is_no_overflow_of_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Conv2d(3, 8, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert isinstance(self.a, nn.Conv2d), "a convolution of torch is wanted"
+            return self.a(x) if x.shape[1] == 3 else x
+
+    monkeypatch.setattr(api, "saturates", lambda: True)
+    x = torch.randn(2, 3, 8, 8)
+    model = calibrated(Looks(), x, torchq.recipes.int8())
+    with (
+        pytest.warns(UserWarning, match="can overflow"),
+        pytest.raises(ExportError, match="raises AssertionError: a conv") as error,
+    ):
+        torchq.deploy(model, x, target="torch", progress=False)
+    assert "overflow" not in str(error.value)

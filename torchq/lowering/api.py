@@ -83,6 +83,7 @@ def lower_model(
         if overflow:
             warnings.warn(f"deploy: {_OVERFLOW}", stacklevel=4)
         for number, check in enumerate(checks):
+            computes = True
             try:
                 problem, note = check(result)
                 # Layers of overflowing kernels do not compute their simulation, which was said
@@ -95,7 +96,8 @@ def lower_model(
             except Exception as error:
                 problem = f"the deployed model raises {type(error).__name__}: {error}"
                 note = ""
-            _report(problem, note, fuse, overflow)
+                computes = False
+            _report(problem, note, fuse, overflow and computes)
         return result
 
 

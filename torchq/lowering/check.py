@@ -152,7 +152,7 @@ def forced_pairs(
 
     Every integer layer reads what the layer of the same name reads in the simulation. What it would
     have read otherwise comes from such inputs too, so that errors do not add up: they belong to the
-    layers just before. Codes are compared as codes.
+    layers just before. Inputs are compared as codes.
     """
     layers = {path: m for path, m in model.named_modules() if isinstance(m, Int8Layer)}
     inputs: dict[str, list[Tensor]] = {}
@@ -165,19 +165,19 @@ def forced_pairs(
         not_fed = inputs.get(_original(path))
         if not not_fed or not args:
             return None
-        codes = args[0].dtype is torch.uint8
-        expected_inputs = [
-            layer.input_qparams.quantize(x) if codes else x for x in not_fed
-        ]
+        given_codes = args[0].dtype is torch.uint8
+        # A simulation may have rounded already what the layer would round itself.
+        got = args[0] if given_codes else layer.input_codes(args[0])
+        expected_codes = [layer.input_codes(x) for x in not_fed]
         # A graph may run the calls of one layer in another order: it gets what is nearest.
         place = min(
             range(len(not_fed)),
-            key=lambda number: _gap(args[0], expected_inputs[number]),
+            key=lambda number: _gap(got, expected_codes[number]),
         )
-        want = expected_inputs[place]
-        del not_fed[place]
-        pairs.append((f"the input of {path}", args[0], want))
-        return (want, *args[1:])
+        want = expected_codes[place]
+        fed = not_fed.pop(place)
+        pairs.append((f"the input of {path}", got, want))
+        return (want if given_codes else fed, *args[1:])
 
     paths = {_original(path) for path in layers}
     read = [

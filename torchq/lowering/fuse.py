@@ -332,6 +332,8 @@ def move_codes(fusion: Fusion, node: Node) -> Write | None:
         codes_by_tensor = {tensor: fusion.codes(tensor, qparams) for tensor in tensors}
         pool = match.pool_of(node, fusion.trace, nn.MaxPool2d)
         first, grid = codes_by_tensor[tensors[0]]
+        for _, other in codes_by_tensor.values():
+            grid = grid.joined(other)
         if pool is not None:
             moved = fusion.call(node, "_codes", CodesMaxPool2d(pool), first)
         else:

@@ -188,12 +188,16 @@ class Int8Layer(DeployedLayer):
         """
         if not (x.dtype is torch.uint8 and self.reads_codes):
             require_numbers(x, self.dtype, type(self).__name__)
-            if self.pre_quant_scale is not None:
-                x = x * self.pre_quant_scale.to(x.dtype)
-            x = self.input_qparams.quantize(x)
+            x = self.input_codes(x)
         y = self._product(x, residual)
         is_done = self.dtype is torch.float32 or self.output_qparams is not None
         return y if is_done else y.to(self.dtype)
+
+    def input_codes(self, x: Tensor) -> Tensor:
+        """Return the codes that the layer reads of a floating-point tensor."""
+        if self.pre_quant_scale is not None:
+            x = x * self.pre_quant_scale.to(x.dtype)
+        return self.input_qparams.quantize(x)
 
     def _grid(self) -> tuple[Tensor | None, float, int]:
         return self.bias, self.input_qparams.scale, self.input_qparams.zero_point

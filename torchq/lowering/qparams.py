@@ -102,6 +102,14 @@ class ByteQParams:
             self.scale, 0, quant_min - self.zero_point, quant_max - self.zero_point
         )
 
+    def joined(self, other: ByteQParams) -> ByteQParams:
+        """Return the quantization parameters of codes of either, which differ in bounds alone."""
+        return replace(
+            self,
+            quant_min=min(self.quant_min, other.quant_min),
+            quant_max=max(self.quant_max, other.quant_max),
+        )
+
     def _code(self, value: float) -> int:
         """Return the code of a value; infinities saturate."""
         if math.isnan(value):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torchq.graph import call_model, tensors_in
 from torchq.nn import TensorQuantizer
-from torchq.utils import RandomState, child_path, state_kept
+from torchq.utils import RandomState, child_path, same_numbers, state_kept
 
 #: Attributes that every module has; what they hold is looked at by name.
 _COMMON = frozenset(vars(nn.Module()))
@@ -63,9 +63,7 @@ def _state(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def _same(one: Any, other: Any) -> bool:
     """Return True if two values are equal, or one object; NaN equals itself."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if one.shape != other.shape or one.dtype != other.dtype:
-            return False
-        return one.is_meta or torch.equal(one.nan_to_num(), other.nan_to_num())
+        return same_numbers(one, other)
     if isinstance(one, list) and isinstance(other, list):
         return len(one) == len(other) and all(map(_same, one, other))
     if isinstance(one, dict) and isinstance(other, dict):

@@ -24,7 +24,13 @@ from torchq.nn import TensorQuantizer, quantizing_only
 from torchq.nn.convert import float_class_of
 from torchq.nn.optional_buffers import OPTIONAL
 from torchq.swap.plan import Plan
-from torchq.utils import random_kept, unfused_attention, untouched
+from torchq.utils import (
+    dense_numbers,
+    random_kept,
+    same_numbers,
+    unfused_attention,
+    untouched,
+)
 
 #: What a plan says about the comparison: it was left out, or nothing was found that differs.
 OFF, EQUAL = "off", "equal"
@@ -137,10 +143,10 @@ def difference(before: Sequence[Any], after: Sequence[Any]) -> str:
                 return f"returns {new!r}, not {old!r}"
         elif old.shape != new.shape or old.dtype != new.dtype:
             return f"returns {_form(new)}, not {_form(old)}"
-        elif not same(old, new):
+        elif not same_numbers(old, new):
             is_equal = False
             gap = (
-                (_dense(new).double() - _dense(old).double())
+                (dense_numbers(new).double() - dense_numbers(old).double())
                 .abs()
                 .nan_to_num(nan=torch.inf)
             )
@@ -150,22 +156,6 @@ def difference(before: Sequence[Any], after: Sequence[Any]) -> str:
 
 def _form(tensor: Tensor) -> str:
     return f"{tensor.dtype} of shape {tuple(tensor.shape)}"
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    tensor = tensor.dequantize() if tensor.is_quantized else tensor
-    tensor = tensor if tensor.layout is torch.strided else tensor.to_dense()
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-
-
-def same(one: Tensor, other: Tensor) -> bool:
-    """Return True for tensors of equal numbers; NaN is equal to NaN, and 0 to -0."""
-    if one.is_meta or other.is_meta:
-        return True
-    one, other = _dense(one), _dense(other)
-    if one.is_floating_point() and one.element_size() == 1:  # torch compares no float8
-        one, other = one.float(), other.float()
-    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 # --- which module differs -----------------------------------------------------------------------
@@ -219,7 +209,7 @@ def _hash(values: Any) -> str:
         if isinstance(leaf, Tensor):
             digest.update(_form(leaf).encode())
             if not leaf.is_meta:
-                numbers = _dense(leaf.detach()).contiguous().reshape(-1).cpu()
+                numbers = dense_numbers(leaf.detach()).contiguous().reshape(-1).cpu()
                 digest.update(bytes(numbers.view(torch.uint8).numpy()))
         else:
             digest.update(repr(leaf).encode())
@@ -280,6 +270,16 @@ def refusal(path: str, problem: str, plan: Plan, model: nn.Module) -> Quantizati
         f"quantize_: {path or '(root)'}: got a {_class_name(model, path)} that, converted and with "
         f"every quantizer off, {problem}; expected what it computed before. Changed in it: {shown}."
         f" Pass exclude={excluded!r}, or check=False to convert it all the same"
+    )
+
+
+def cannot_run(model: nn.Module, error: Exception) -> QuantizationError:
+    """Return the error for a forward that raises as soon as modules have other classes."""
+    return QuantizationError(
+        f"{float_class_of(model).__name__}: once converted, its forward raises "
+        f"{type(error).__name__}: {str(error).partition(chr(10))[0]}; expected results as before. "
+        "Leave out the layers that its code looks at, exclude=['NAME'], or pass no example, which "
+        "changes fewer classes"
     )
 
 

@@ -46,6 +46,7 @@ from torchq.utils.random_state import (
     repeated_draws,
 )
 from torchq.utils.registry import Registry
+from torchq.utils.tensors import dense_numbers, same_numbers
 from torchq.utils.text import bullets, listed, markdown_table, table, wrap
 
 __all__ = [
@@ -60,6 +61,7 @@ __all__ = [
     "constant_while_tracing",
     "copy_module",
     "counting_operations",
+    "dense_numbers",
     "deployed_part",
     "device_of",
     "evaluating",
@@ -82,6 +84,7 @@ __all__ = [
     "qualified_name",
     "repeated_draws",
     "replacing",
+    "same_numbers",
     "set_submodule",
     "short_repr",
     "state_kept",

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parameter import is_lazy
 
+from torchq.utils.tensors import same_numbers
 from torchq.utils.written_parameters import written_parameters
 
 
@@ -314,8 +315,7 @@ _CONTAINERS = (dict, list, tuple, set, collections.deque)
 @functools.cache
 def _may_hold_results(cls: type[Any]) -> bool:
     """Return True for the class of plain objects that a forward may store results in."""
-    is_called = any("__call__" in vars(base) for base in cls.__mro__)
-    is_plain = not issubclass(cls, (nn.Module, type)) and not is_called
+    is_plain = not issubclass(cls, (nn.Module, type))
     return is_plain and cls.__module__.partition(".")[0] not in _LIBRARIES
 
 
@@ -393,7 +393,7 @@ def state_kept(model: nn.Module) -> Iterator[Callable[[], None]]:
                 if parameter.data_ptr() != original_data.data_ptr():
                     parameter.data = original_data
             for tensor, content in contents:
-                if not torch.equal(tensor.nan_to_num(), content.nan_to_num()):
+                if not same_numbers(tensor, content):
                     tensor.copy_(content)
 
     try:
