@@ -300,6 +300,25 @@ class Checkpointed(Base):
         return checkpoint(super().tail, h, use_reentrant=False) + h
 
 
+@awkward("functions: a branch on shapes")
+class Branches(Base):
+    def tail(self, h: Tensor) -> Any:
+        return h + self.b(h) if h.shape[1] == 8 else h
+
+
+@awkward("functions: torch.vmap")
+class Mapped(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(8, 8) / 4)
+        self.linear = nn.Linear(8, 8)
+
+    def tail(self, h: Tensor) -> Any:
+        rows = h.permute(0, 2, 3, 1)
+        rows = torch.vmap(lambda v: F.linear(v, self.weight) * 2 + v.sum())(rows)
+        return torch.vmap(self.linear)(rows).permute(0, 3, 1, 2) + self.b(h)
+
+
 # --- values and containers ------------------------------------------------------------------------
 
 
@@ -342,6 +361,20 @@ class Dictionaries(Base):
             maps["start"] = step
         first, *_ = self.joined(*maps.values(), dim=1).split(8, 1)
         return first + maps["p4"]
+
+
+@awkward("values: a sparse matrix")
+class Sparse(Base):
+    links: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("links", torch.eye(8).to_sparse())
+
+    def tail(self, h: Tensor) -> Any:
+        links = self.links + self.links * 0.5
+        rows = torch.sparse.mm(links, h.transpose(0, 1).flatten(1))
+        return rows.unflatten(1, (h.shape[0], *h.shape[2:])).transpose(0, 1) + self.b(h)
 
 
 @awkward("containers: a Sequential with operators")
@@ -480,6 +513,27 @@ class Attributes(Base):
         return h + len(self.cache.items)
 
 
+class Mean:
+    """A running mean, as an object that is called."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def __call__(self, x: Tensor) -> float:
+        self.value = (self.value + float(x.mean())) / 2
+        return self.value
+
+
+@awkward("state: an object that is called")
+class Called(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = Mean()
+
+    def tail(self, h: Tensor) -> Any:
+        return h * (1 + self.mean(h)) + self.b(h)
+
+
 @awkward("noise: torch's and Python's")
 class Noise(Base):
     def tail(self, h: Tensor) -> Any:
@@ -566,6 +620,16 @@ class Masked(Base):
         scores = q @ q.transpose(-1, -2) / 2 + (~keep) * -1e4
         y = first + scores.softmax(-1) @ q
         return self.b(y.transpose(1, 2).flatten(2).transpose(1, 2).view_as(h)) + h
+
+
+@awkward("masks: infinity that is added")
+class Infinite(Base):
+    def tail(self, h: Tensor) -> Any:
+        rows = h.flatten(2).transpose(1, 2)
+        scores = rows @ rows.transpose(1, 2)
+        later = torch.ones_like(scores[0]).triu(1).bool()
+        weights = (scores + torch.zeros(()).masked_fill(later, -torch.inf)).softmax(-1)
+        return (weights @ rows).transpose(1, 2).reshape(h.shape) + self.b(h)
 
 
 @awkward("masks: a transformer with padding")

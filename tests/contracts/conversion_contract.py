@@ -2,6 +2,8 @@
 
 1. With every quantizer off a converted network computes what it computed before, bit for bit, on
    the example and on another input, in two calls one after the other (:func:`lost_by_conversion`).
+   With every quantizer on it is near that (:func:`lost_by_quantizers`): what a forward does in
+   place may be lost on tensors that quantizers return.
 2. On integer kernels it computes what the simulation does on an input that deployment has not seen
    (:func:`lost_on_an_engine`).
 3. The correction of results makes no output worse that it was compared on
@@ -29,6 +31,8 @@ from torchq.utils import random_kept, unfused_attention
 #: Kernels round sums at ties in another way, so some codes differ by one. Each moves a result by a
 #: step of a range in 255 steps; a network of a few layers keeps far more than this.
 LEAST_DB = 40.0
+#: Rounding to 8 bits leaves 27 dB and more of each of these networks; a lost effect less than 10.
+LEAST_DB_OF_8_BITS = 20.0
 #: Weights that this CPU multiplies without an overflow.
 RECIPE = torchq.recipes.int8(reduce_range=saturates(), recurrent=True)
 
@@ -67,16 +71,24 @@ def lost_by_conversion(
     return ""
 
 
+def lost_by_quantizers(plain: nn.Module, quantized: nn.Module, example: Any) -> str:
+    """Return in what a calibrated network is far from the float one; "" where it is near."""
+    wanted = [x for x in results(plain, example) if isinstance(x, Tensor)]
+    got = [x for x in results(quantized, example) if isinstance(x, Tensor)]
+    least = min(map(decibels, got, wanted), default=torch.inf)
+    return "" if least >= LEAST_DB_OF_8_BITS else f"{least:.1f} dB of the float model"
+
+
 def is_quantizer(module: Any) -> bool:
     return isinstance(module, torchq.TensorQuantizer)
 
 
 def lost_on_an_engine(simulation: nn.Module, example: Any, other: Any) -> str:
-    """Return in what a deployed network differs from its simulation; "" where it is refused."""
+    """Return in what a deployed network differs from its simulation, or why it is refused."""
     try:
         deployed = torchq.deploy(simulation, example, target="torch", progress=False)
-    except ExportError:
-        return ""
+    except ExportError as error:
+        return str(error)
     got = [x for x in results(deployed, other) if isinstance(x, Tensor)]
     wanted = [x for x in results(simulation, other) if isinstance(x, Tensor)]
     if len(got) != len(wanted):

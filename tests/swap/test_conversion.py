@@ -682,3 +682,67 @@ def test_a_range_that_does_not_fit_names_its_quantizer() -> None:
         ConfigError, match=r"amax=3\.0; expected a tensor. Call set_amax"
     ):
         model.a.input_quantizer.amax = 3.0
+
+
+def test_a_module_that_is_not_initialised_is_named_before_anything_runs() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.LazyConv2d(4, 1)).eval()
+    for call in (torchq.plan, torchq.quantize_):
+        with pytest.raises(ConfigError, match=r"1\.weight: is not initialised yet"):
+            call(model, example=X)
+    assert isinstance(model[1], nn.LazyConv2d)
+
+
+class Looks(Base):
+    """Wants a layer of exactly one class."""
+
+    def forward(self, x: Tensor) -> Any:
+        if type(self.a) is not nn.Conv2d:
+            raise TypeError("a convolution of torch is wanted")
+        return super().forward(x)
+
+
+class Compares(Base):
+    """Wants two layers of the same class, of which a run reaches one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Sequential(nn.Conv2d(3, 8, 3))
+
+    def forward(self, x: Tensor) -> Any:
+        if type(self.a) is not type(self.spare[0]):
+            raise TypeError("two layers of one class are wanted")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("cls", [Looks, Compares])
+def test_a_forward_that_cannot_run_once_converted_is_refused_by_name(
+    cls: type[Base],
+) -> None:
+    model = cls().eval()
+    expected = (
+        f"{cls.__name__}: once converted, its forward raises TypeError: .* wanted"
+    )
+    with pytest.raises(QuantizationError, match=expected):
+        torchq.quantize_(model, exclude="spare.0", example=X, progress=False)
+    assert type(model.a) is nn.Conv2d
+    with pytest.raises(RuntimeError, match="size of tensor|channels"):
+        torchq.quantize_(model, example=X[:, :2], progress=False)
+
+
+def test_an_activation_in_place_that_is_read_by_its_input_stays_float() -> None:
+    class Net(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = nn.SiLU(inplace=True)
+
+        def forward(self, x: Tensor) -> Any:
+            h = self.a(x)
+            self.act(h)
+            return self.c(h)
+
+    model = Net().eval()
+    report = torchq.plan(model, target="onnxruntime", example=X)
+    assert "overwrites a tensor that is read again" in report.explain("act")
+    chain = nn.Sequential(nn.Conv2d(3, 8, 1), nn.SiLU(inplace=True)).eval()
+    report = torchq.plan(chain, target="onnxruntime", example=X)
+    assert "1" in [decision.name for decision in report.replaced]

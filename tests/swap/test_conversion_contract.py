@@ -16,6 +16,7 @@ from tests.contracts.conversion_contract import (
     RECIPE,
     harm_of_correction,
     lost_by_conversion,
+    lost_by_quantizers,
     lost_on_an_engine,
     results,
 )
@@ -72,7 +73,29 @@ RANDOM = (
 REPEATABLE = [name for name in CASES if name not in RANDOM]
 #: torch takes the gradients of no scripted part away, which deployment asks for.
 SCRIPTED = "awkward: scripted: a part and a function"
-UNSEEN: dict[str, Any] = {"on_unseen": "dynamic"}
+UNSEEN: dict[str, Any] = {"on_unseen": "disable"}
+
+
+#: Which tokens are chosen depends on the last bit of values.
+CHOOSES = "awkward: routing: tokens above the median"
+AWKWARD_ONES = [
+    name for name in REPEATABLE if name.startswith("awkward:") and name != CHOOSES
+]
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", AWKWARD_ONES)
+def test_quantizers_that_are_on_lose_no_effect(name: str) -> None:
+    model, example, _ = made(name)
+    twin = converted(model, example)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torchq.calibrate(twin, [example], correct=False, progress=False, **UNSEEN)
+    assert lost_by_quantizers(model, twin, example) == ""
+
+
+#: torch's kernels return channels in the last place, so that a view becomes a copy.
+REFUSED = {"awkward: in place: a view": "iven the inputs of the simulation"}
 
 
 @pytest.mark.sample(6)
@@ -85,7 +108,8 @@ def test_an_engine_computes_what_the_simulation_does(name: str) -> None:
         torchq.calibrate(
             simulation, [with_both(example, other)], progress=False, **UNSEEN
         )
-        assert lost_on_an_engine(simulation, example, other) == ""
+        problem = lost_on_an_engine(simulation, example, other)
+    assert REFUSED.get(name, "") in problem and bool(problem) == (name in REFUSED)
 
 
 def with_both(example: Tensor, other: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ The package knows nothing of quantization.
 
 from torchq.graph.calling import (
     Forward,
+    address_of,
     call_arguments,
     call_model,
     floats_in,
@@ -81,6 +82,7 @@ __all__ = [
     "GraphRunner",
     "NodeMeta",
     "Trace",
+    "address_of",
     "call_arguments",
     "call_model",
     "floats_in",

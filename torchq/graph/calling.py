@@ -247,6 +247,17 @@ def results_in(output: object) -> list[Tensor]:
     return [tensor for tensor in floats if tensor.dim()] or floats
 
 
+def address_of(tensor: Tensor) -> int | None:
+    """Return where the memory of a tensor begins; None for one that has no memory of its own.
+
+    Such are sparse tensors, and what a function sees that ``torch.vmap`` calls.
+    """
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
 def version_of(tensor: Tensor) -> int:
     """Return how often a tensor was overwritten; -1 for one of inference mode, which is unknown."""
     return -1 if tensor.is_inference() else tensor._version

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from torchq.graph.calling import Forward, prepared_call, tensors_in
+from torchq.graph.calling import Forward, address_of, prepared_call, tensors_in
 from torchq.graph.operators import (
     effects_of,
     function_name,
@@ -336,12 +336,12 @@ class _Recorder(TorchFunctionMode):
     def _forget_stored(self, written: object) -> None:
         """Note that tensors, and all that share their memory, hold what the input gave."""
         for tensor in tensors_in(written):
-            place = tensor.untyped_storage().data_ptr()
+            place = address_of(tensor)
             self._stored.discard(id(tensor))
             self._stored -= {
                 id(other)
                 for other in self._alive
-                if place and other.untyped_storage().data_ptr() == place
+                if place and address_of(other) == place
             }
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -342,7 +342,7 @@ def _reads() -> Iterator[Operator]:
     )
     yield from _rows(
         "stride layout is_contiguous dtype device get_device element_size names requires_grad "
-        "is_complex is_cuda is_floating_point is_quantized",
+        "is_complex is_cuda is_floating_point is_inference is_quantized untyped_storage",
         "metadata",
     )
     yield _row("type", "type", effects="metadata view")

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchq.graph.calling import tensors_in, version_of
+from torchq.graph.calling import address_of, tensors_in, version_of
 from torchq.graph.operators import effects_of, never_negative, operator_name
 
 
@@ -67,7 +67,10 @@ class ValueTracker:
 
     def _is_known(self, tensor: Tensor) -> bool:
         noted = self._alive.get(id(tensor))
-        return noted is not None and torch.equal(noted[1], tensor)
+        # What has no memory of its own cannot be compared.
+        if noted is None or address_of(tensor) is None:
+            return False
+        return torch.equal(noted[1], tensor)
 
     def _keep(self, tensor: Tensor, root: int) -> None:
         self._alive[id(tensor)] = (tensor, tensor.clone())

@@ -11,9 +11,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchq.descriptor import QuantDescriptor
+from torchq.errors import TorchqError
 from torchq.fusion.modules import is_norm
 from torchq.graph import (
     Flow,
+    address_of,
     is_torch_leaf,
     record,
     tensors_in,
@@ -23,7 +25,12 @@ from torchq.graph.values import ValueTracker
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.nn.modules.operators import QuantCat
 from torchq.runtime import Codes, Runtime
-from torchq.swap.apply import public_path, quantizer_slots, shared_paths, tried
+from torchq.swap.apply import (
+    public_path,
+    quantizer_slots,
+    shared_paths,
+    tried,
+)
 from torchq.swap.folds import (
     FoldingNorm,
     folding_pairs,
@@ -31,7 +38,7 @@ from torchq.swap.folds import (
     without_norms,
 )
 from torchq.swap.plan import Plan
-from torchq.swap.same_results import computing_in_float
+from torchq.swap.same_results import cannot_run, computing_in_float
 from torchq.utils import child_path
 
 
@@ -122,7 +129,12 @@ class Facts:
             if example is None:
                 return facts
             float_run = _Seen(model)
-            observed = float_run.run(example)
+            try:
+                observed = float_run.run(example)
+            except TorchqError:
+                raise
+            except Exception as error:  # whatever the code of the model raises
+                raise cannot_run(model, error) from error
             pairs = folding_pairs(model, example, observed["flow"])
             norms = norms_behind_layers(model, pairs)
             observed["results"] = float_run.results_with(norms)
@@ -278,4 +290,5 @@ def _as_new_tensor(quantizer: nn.Module, args: Any, result: Tensor) -> Tensor:
 
 
 def _key(tensor: Tensor) -> tuple[int, int]:
-    return tensor.data_ptr(), tensor.numel()
+    has_memory = address_of(tensor) is not None
+    return tensor.data_ptr() if has_memory else id(tensor), tensor.numel()

@@ -69,6 +69,7 @@ class OperatorSite:
 
 #: Why what overwrites a tensor is left as it is.
 READ_AGAIN = "it overwrites a tensor that is read again through another name"
+NO_RANGE = "an operand holds infinity, is sparse, or is computed inside torch.vmap"
 #: A module whose operators cannot be found, its names, and why not.
 Untraceable = tuple[nn.Module, tuple[str, ...], str]
 #: An operator between tensors, before it has a name: its site -> kind and main operand.
@@ -114,14 +115,17 @@ def find_operators(
         names = read_again.get(id(module), set())
         if seen is not None:
             names = {name for key, name in seen.overwritten if key == id(module)}
-        gone = [
-            name for name in names if candidates.get(id(module), {}).pop(name, None)
-        ]
-        if gone:
-            remark = f"{len(gone)} operator{'s' if len(gone) > 1 else ''}: {READ_AGAIN}"
-            failed[id(module)] = "; ".join(
-                filter(None, [failed.get(id(module), ""), remark])
-            )
+        without_ranges = seen.without_ranges if seen is not None else ()
+        infinite = {name for key, name in without_ranges if key == id(module)}
+        remarks = [failed.get(id(module), "")]
+        for left_out, reason in ((names, READ_AGAIN), (infinite, NO_RANGE)):
+            found = candidates.get(id(module), {})
+            gone = [name for name in left_out if found.pop(name, None)]
+            if gone:
+                plural = "s" if len(gone) > 1 else ""
+                remarks.append(f"{len(gone)} operator{plural}: {reason}")
+        if any(remarks):
+            failed[id(module)] = "; ".join(filter(None, remarks))
     operators = [
         op for names, m in modules for op in _named(m, names, candidates.get(id(m), {}))
     ]
@@ -135,7 +139,14 @@ def find_operators(
 def modules_with_other_readers(model: nn.Module, seen: Seen | None = None) -> set[int]:
     """Return the ids of modules that overwrite a tensor which something else reads again."""
     if seen is not None:
-        return {key for key, name in seen.overwritten if not name}
+        overwriting = {key for key, _ in seen.overwritten}
+        modules = {key for key, name in seen.overwritten if not name}
+        # What the forward of a layer of torch overwrites is all that the layer computes.
+        return modules | {
+            id(module)
+            for module in model.modules()
+            if id(module) in overwriting and _has_torchs_forward(module)
+        }
     module_ids: set[int] = set()
     for _, module in modules_with_names(model):
         children = [
@@ -156,6 +167,11 @@ def modules_with_other_readers(model: nn.Module, seen: Seen | None = None) -> se
             ):
                 module_ids.add(id(called))
     return module_ids
+
+
+def _has_torchs_forward(module: nn.Module) -> bool:
+    forward = type(module).forward
+    return getattr(forward, "__module__", "").startswith("torch.nn.modules.")
 
 
 def _is_of_the_user(module: nn.Module) -> bool:

@@ -6,10 +6,12 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import fx, nn
+from torch.nn.parameter import is_lazy
 
 from torchq.config import QuantConfig, Rule
-from torchq.errors import ConfigError
-from torchq.nn.calls.find import find_calls
+from torchq.errors import ConfigError, TorchqError
+from torchq.graph import prepared_call
+from torchq.nn.calls.find import Seen, find_calls
 from torchq.nn.convert import unchanged_on_error
 from torchq.runtime import Runtime, remember_target, runtime_of, settings_of
 from torchq.swap.apply import (
@@ -41,6 +43,7 @@ from torchq.swap.placement import decide_for_target
 from torchq.swap.plan import Operators, Plan
 from torchq.swap.same_results import (
     OFF,
+    cannot_run,
 )
 from torchq.swap.share import counting_products, warn_if_small, work_of
 from torchq.utils import (
@@ -51,6 +54,7 @@ from torchq.utils import (
     random_kept,
     state_kept,
     uncompiled,
+    untouched,
 )
 
 _Operators: TypeAlias = tuple[tuple[OperatorSite, Draft], ...]
@@ -213,6 +217,8 @@ def _planned(
     runtime = runtime_of(target)
     config = config_or_default(config, runtime)
     _refuse_programs(model)
+    if example is not None:
+        _refuse_lazy(model)
     config = config.with_rules(
         *(Rule(pattern, skip=True) for pattern in patterns(exclude))
     )
@@ -248,7 +254,7 @@ def _decided(
     recorded = products = None
     if example is not None:
         with counting_products(model) as products:
-            recorded = find_calls(model, example)
+            recorded = _seen(model, example)
     rules = replace(rules, config=resolve_positions(model, rules.config, recorded))
     operators: _Operators = ()
     if runtime is None or runtime.placement is None:
@@ -258,15 +264,27 @@ def _decided(
             model, rules, runtime, runtime.placement, recorded
         )
     reasons = dict.fromkeys(modules_with_other_readers(model, recorded), READ_AGAIN)
-    reasons |= dict.fromkeys(
-        () if recorded is None else recorded.written_weights, _WRITTEN
-    )
+    if recorded is not None:
+        reasons |= dict.fromkeys(recorded.written_weights, _WRITTEN)
+        reasons |= dict.fromkeys(recorded.without_memory, _NO_MEMORY)
     return (
         rules,
         tuple(_in_float(draft, reasons) for draft in drafts),
         operators,
         products,
     )
+
+
+def _seen(model: nn.Module, example: Any) -> Seen:
+    """Return what a run shows; an error that comes of watching it is one by name."""
+    try:
+        return find_calls(model, example)
+    except TorchqError:
+        raise
+    except Exception as error:  # whatever the code of the model raises
+        with random_kept(), untouched(model):
+            prepared_call(model, example)()  # An error of its own is raised as it is.
+        raise cannot_run(model, error) from error
 
 
 def _in_float(draft: Draft, reasons: Mapping[int, str]) -> Draft:
@@ -277,6 +295,8 @@ def _in_float(draft: Draft, reasons: Mapping[int, str]) -> Draft:
     return replace(draft, reason=reason, input=None, weight=None)
 
 
+#: Why quantizers cannot read the input of a layer.
+_NO_MEMORY = "it is given sparse tensors, or runs inside torch.vmap"
 #: Why a layer cannot keep codes of its weight.
 _WRITTEN = "its weight is written while the model runs"
 
@@ -294,6 +314,16 @@ def _mains_of(operators: _Operators) -> dict[str, int]:
     """Return path of an addition -> its operand that comes straight from a layer."""
     mains = [(operator.names[0], operator.main) for operator, _ in operators]
     return {path: main for path, main in mains if main is not None}
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    """Raise ConfigError for a lazy module, whose parameters the run on an example would make."""
+    for path, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise ConfigError(
+                f"{path}: is not initialised yet; expected a model with all its parameters. Run "
+                "one batch through the model first"
+            )
 
 
 def _refuse_programs(model: nn.Module) -> None:

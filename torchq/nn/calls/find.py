@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torchq.graph import (
     OPERATORS,
     Operator,
+    address_of,
     effects_of,
     function_name,
     operator_of,
@@ -28,7 +29,15 @@ from torchq.graph import (
 )
 from torchq.nn.calls.modules import recording_operators, rewritten
 from torchq.nn.calls.overwrites import Overwrites
-from torchq.nn.calls.routes import MARK, CallSite, Recorder, Visit, operand, product_of
+from torchq.nn.calls.routes import (
+    MARK,
+    CallSite,
+    Recorder,
+    Visit,
+    have_memory,
+    operand,
+    product_of,
+)
 from torchq.nn.convert import QuantModule
 from torchq.nn.tensor_quantizer import TensorQuantizer
 from torchq.utils import is_torchs_own, untouched
@@ -85,6 +94,9 @@ class Seen:
         overwritten: the operators, by the id of the module and the name of the site, and the
             modules, by their id and "", that overwrite a tensor which is read again.
         written_weights: ids of modules whose weight was written, or set, before they were called.
+        without_ranges: the operators with infinite operands, or with some that have no memory: the
+            id of the module, and the name of the site.
+        without_memory: ids of modules that were given sparse tensors, or ran in ``torch.vmap``.
     """
 
     calls: Mapping[int, FoundCalls]
@@ -92,6 +104,8 @@ class Seen:
     returned: Sequence[tuple[Any, nn.Module]]
     overwritten: Set[tuple[int, str]] = frozenset()
     written_weights: Set[int] = frozenset()
+    without_memory: Set[int] = frozenset()
+    without_ranges: Set[tuple[int, str]] = frozenset()
 
 
 _CHANGES = (
@@ -113,6 +127,7 @@ class _Recorder(TorchFunctionMode):
         )
         self._stack: list[nn.Module] = []
         self._parameters = {id(p) for p in root.parameters()}
+        self.without_memory: set[int] = set()
         # Ids of modules whose weight is not the one before the run.
         self.written: set[int] = set()
         self._weights_before = {
@@ -145,6 +160,8 @@ class _Recorder(TorchFunctionMode):
                 self._data.add(id(tensor))
         if _weight_of(module) != self._weights_before.get(id(module)):
             self.written.add(id(module))
+        if not have_memory((args, kwargs)):
+            self.without_memory.add(id(module))
         self._stack.append(module)
         self.found.setdefault(id(module), FoundCalls())
 
@@ -206,6 +223,10 @@ class _Recorder(TorchFunctionMode):
         # Its nodes have names, and none is routed.
         if isinstance(owner, fx.GraphModule):
             place = f"node {len(calls.sites)}"
+        if not have_memory((args, kwargs)):
+            use = f"calls {site.kind} with a weight inside torch.vmap, or on sparse tensors"
+            calls.unreached[site.kind] = use
+            return
         if not place:
             use = (
                 f"calls {site.kind} with a weight in code whose source does not show it"
@@ -306,9 +327,18 @@ def find_calls(model: nn.Module, example: Any) -> Seen:
             )
     visits = {key: route.visits for key, route in routes.items() if route.visits}
     owners = {id(route): key for key, route in routes.items()}
+    without_ranges = {
+        (key, name) for key, route in routes.items() for name in route.without_ranges
+    }
     overwritten = {(owners.get(key, key), name) for key, name in overwrites.read_again}
     return Seen(
-        recorder.found, visits, recorder.returned, overwritten, recorder.written
+        recorder.found,
+        visits,
+        recorder.returned,
+        overwritten,
+        recorder.written,
+        recorder.without_memory,
+        without_ranges,
     )
 
 
@@ -320,7 +350,8 @@ def _weight_of(module: nn.Module) -> tuple[int, int, int] | None:
     weight = dict(module.named_parameters(recurse=False)).get("weight")
     if weight is None:
         return None if hasattr(module, "weight") else (0, 0, 0)
-    return id(weight), 0 if is_lazy(weight) else weight.data_ptr(), version_of(weight)
+    has_memory = not is_lazy(weight) and address_of(weight) is not None
+    return id(weight), weight.data_ptr() if has_memory else 0, version_of(weight)
 
 
 def _hides_weight(module: nn.Module, read: Set[int]) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchq.graph import effects_of, function_name, tensors_in
+from torchq.graph import address_of, effects_of, function_name, tensors_in
 
 
 class Overwrites:
@@ -62,7 +62,5 @@ class Overwrites:
 
 
 def _memory(tensor: Tensor) -> int:
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # sparse tensors and their like
-        return id(tensor)
+    address = address_of(tensor)
+    return id(tensor) if address is None else address

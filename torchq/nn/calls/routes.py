@@ -17,7 +17,15 @@ from torch import Tensor, nn
 
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
-from torchq.graph import OPERATORS, Operator, operator_of, overwrites
+from torchq.graph import (
+    OPERATORS,
+    Operator,
+    address_of,
+    floats_in,
+    operator_of,
+    overwrites,
+    tensors_in,
+)
 from torchq.nn.calls.overwrites import Overwrites
 from torchq.nn.modules.operators import OPERATORS as STAND_INS
 
@@ -42,6 +50,7 @@ class Recorder:
     Attributes:
         visits: the operators that a module can stand for, in the order of calls.
         places: the places in the code that were reached.
+        without_ranges: the names of the sites with operands that no quantizer could read.
         current: the name of the site that is carried out now; "" for none.
         overwrites: what watches the memory that operators overwrite, or None.
     """
@@ -49,6 +58,7 @@ class Recorder:
     def __init__(self, overwrites: Overwrites | None = None) -> None:
         self.visits: list[Visit] = []
         self.places: set[str] = set()
+        self.without_ranges: set[str] = set()
         self.current = ""
         self.overwrites = overwrites
 
@@ -57,6 +67,12 @@ class Recorder:
     ) -> Any:
         """Carry out a function or method and note it."""
         self.places.add(place_of(name))
+        row = operator_of(function)
+        is_candidate = row is not None and bool(row.module)
+        # What is looked at afterwards would count as read again.
+        is_noted = is_candidate and have_ranges((args, kwargs))
+        if is_candidate and not is_noted:
+            self.without_ranges.add(name)
         self.current = name
         try:
             result = carry_out(function, args, kwargs)
@@ -65,11 +81,22 @@ class Recorder:
         is_in_place = overwrites(function, kwargs)
         if self.overwrites is not None and is_in_place and isinstance(result, Tensor):
             result = self.overwrites.handed_on(result, (id(self), name))
-        row = operator_of(function)
-        if row is not None and row.module:
+        if row is not None and is_noted:
             operands = row.operands(args, kwargs)
             self.visits.append(Visit(name, row.word, operands, result, is_in_place))
         return result
+
+
+def have_memory(arguments: object) -> bool:
+    """Return True if quantizers can read all tensors: none is sparse or inside ``torch.vmap``."""
+    return all(address_of(tensor) is not None for tensor in tensors_in(arguments))
+
+
+def have_ranges(arguments: object) -> bool:
+    """Return True if quantizers can read all tensors, and none holds infinity, as masks do."""
+    return have_memory(arguments) and not any(
+        bool(tensor.isinf().any()) for tensor in floats_in(arguments)
+    )
 
 
 def carry_out(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
