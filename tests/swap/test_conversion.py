@@ -725,7 +725,7 @@ def test_a_forward_that_cannot_run_once_converted_is_refused_by_name(
     with pytest.raises(QuantizationError, match=expected):
         torchq.quantize_(model, exclude="spare.0", example=X, progress=False)
     assert type(model.a) is nn.Conv2d
-    with pytest.raises(RuntimeError, match="size of tensor|channels"):
+    with pytest.raises(RuntimeError, match=r"size of tensor|channels"):
         torchq.quantize_(model, example=X[:, :2], progress=False)
 
 
