@@ -198,6 +198,22 @@ class QuantConfig:
         rules = (dataclasses.replace(r, input=_two_ended(r.input)) for r in self.rules)
         return dataclasses.replace(self, rules=tuple(rules))
 
+    def with_input_bits(self, bits: int) -> QuantConfig:
+        """Return a copy in which integer codes of inputs have another width.
+
+        Args:
+            bits: 2 to 16.
+
+        Example:
+            >>> str(torchq.recipes.int8().with_input_bits(16).rules[0].input)
+            'int16 per-tensor max'
+        """
+        rules = (
+            dataclasses.replace(rule, input=_with_bits(rule.input, bits))
+            for rule in self.rules
+        )
+        return dataclasses.replace(self, rules=tuple(rules))
+
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration as JSON data.
 
@@ -280,6 +296,11 @@ def _ends_of(rule: Rule, bits: int | None) -> list[Rule]:
         if rule.position
         else [first, dataclasses.replace(first, position="last")]
     )
+
+
+def _with_bits(d: QuantDescriptor | None, bits: int) -> QuantDescriptor | None:
+    is_integer = d is not None and d.format.is_integer
+    return d.replace(num_bits=bits) if d is not None and is_integer else d
 
 
 def _two_ended(d: QuantDescriptor | None) -> QuantDescriptor | None:

@@ -29,6 +29,7 @@ __all__ = [
     "mxfp8",
     "nvfp4",
     "w4a4",
+    "w8a16",
 ]
 
 RECIPES: Registry[str, Callable[..., QuantConfig]] = Registry("recipe")
@@ -247,6 +248,21 @@ def w4a4(*, first_last: int | None = 8) -> QuantConfig:
     """
     config = integer(4, 4, first_last=first_last, learn_ranges=True)
     return QuantConfig(config.rules, name="w4a4")
+
+
+@RECIPES.register("w8a16")
+def w8a16() -> QuantConfig:
+    """Return INT8 weights per output channel and activations of 16 bits.
+
+    It is for chips that compute on integers alone: what would stay float elsewhere gets 256 times
+    as many codes there. Qualcomm's HTP takes uint16 activations with int8 weights; its files need
+    opset 21.
+
+    Example:
+        >>> str(w8a16().rules[0].input)
+        'int16 per-tensor max'
+    """
+    return QuantConfig(integer(8, 16).rules, name="w8a16")
 
 
 @RECIPES.register("fp8")

@@ -191,6 +191,11 @@ class Runtime:
         return None
 
     @property
+    def widest_inputs(self) -> int:
+        """The most bits of the codes of activations that it is known to take."""
+        return 8 if self.codes is None else max(self.codes.widths)
+
+    @property
     def here(self) -> bool:
         """True if its kernels can run models on this machine now."""
         return False

@@ -180,6 +180,19 @@ def test_signed_codes_without_negative_values_want_a_target() -> None:
     assert all("target=" not in c.code for c in examined(quantized(W4A4)).cures)
 
 
+def test_a_chip_without_float_wants_activations_of_sixteen_bits() -> None:
+    model = with_one_bad_layer()
+    narrow = quantized(None, model, target="qnn")
+    code = advised(narrow, {"1.rbr_reparam": 1.0})[0]
+    recipe = "torchq.recipes.w8a16()"
+    assert code == f"torchq.quantize_(model, {recipe}, target='qnn', example=example)"
+    wide = quantized(torchq.recipes.w8a16(), model, target="qnn")
+    assert not any("w8a16" in code for code in advised(wide, {"1.rbr_reparam": 1.0}))
+    assert same(wide, model) > same(narrow, model)
+    for_other = quantized(None, model, target="onnxruntime")
+    assert not any("w8a16" in c for c in advised(for_other, {"1.rbr_reparam": 1.0}))
+
+
 def with_one_bad_layer() -> nn.Module:
     """Return the net with one channel that is 3,000 times larger, and read accordingly."""
     model = copy.deepcopy(trained())

@@ -291,6 +291,21 @@ def test_bad_arguments_are_named() -> None:
         tune(net(), batches()[0], Metric(), max_drop=0.1)
 
 
+def test_activations_of_sixteen_bits_come_first_where_the_chip_has_no_float() -> None:
+    with pytest.warns(UserWarning, match="expected at least"):
+        result = tune(
+            net(),
+            batches(),
+            lambda m: -float(torchq.workflow.is_quantized(m)),
+            max_drop=0.1,
+            target="qnn",
+            progress=False,
+        )
+    trial = result.table[1]
+    assert trial.change == "activations in 16 bits"
+    assert "recipe.with_input_bits(16), target='qnn'" in trial.settings.code()
+
+
 # --- time ----------------------------------------------------------------------------------------
 
 

@@ -34,7 +34,7 @@ from torchq.analysis.sensitivity import SensitivityReport, sensitivity
 from torchq.errors import ConfigError, QuantizationError, TorchqError
 from torchq.graph import Forward, call_arguments, call_model
 from torchq.nn import QuantModule, TensorQuantizer
-from torchq.runtime import planned_runtime
+from torchq.runtime import planned_runtime, runtime_of
 from torchq.runtimes import speed
 from torchq.runtimes.timing import can_be_timed
 from torchq.swap import plan_of
@@ -320,7 +320,11 @@ def cures(patient: Patient, shares: dict[str, float]) -> list[Cure]:
     hurt = [d for d in layers if not blamed or set(d.names) & set(blamed)]
     names = {name for d in hurt for name in d.names}
     rounded = _has_rounded_weights(patient.model)
-    candidates = [_recalibrate(patient, rounded), _grid(patient, plan, names)]
+    candidates = [
+        _recalibrate(patient, rounded),
+        _wide_inputs(plan, layers),
+        _grid(patient, plan, names),
+    ]
     few = [d for d in hurt if _bits(d) <= _FEW_BITS]
     if few and not rounded:
         advice = (
@@ -383,6 +387,24 @@ def _recalibrate(patient: Patient, rounded: bool) -> Cure | None:
     else:
         return None
     return Cure(advice, "torchq.calibrate(model, batches, force=True)")
+
+
+def _wide_inputs(plan: Plan, layers: Sequence[Decision]) -> Cure | None:
+    """Return the cure of chips that compute on integers alone: activations of more bits."""
+    runtime = runtime_of(plan.target)
+    bits = _BYTE if runtime is None else runtime.widest_inputs
+    widest = max((_bits(d, "input") for d in layers), default=bits)
+    if bits == _BYTE or widest >= bits:
+        return None
+    advice = (
+        f"{plan.target} takes activations of {bits} bits, which are rounded "
+        f"{2 ** (bits - _BYTE)} times as finely; weights keep their 8 bits."
+    )
+    code = (
+        f"torchq.quantize_(model, torchq.recipes.w8a{bits}(), target={plan.target!r}, "
+        "example=example)"
+    )
+    return Cure(advice, code)
 
 
 def _grid(patient: Patient, plan: Plan, names: set[str]) -> Cure | None:

@@ -288,6 +288,16 @@ def _ends(best: TunedConfig, search: _Search, bits: int | None) -> TunedConfig:
     return _with(best, f"with_ends({bits})", best.config.with_ends(bits))
 
 
+def _wide_inputs(best: TunedConfig, search: _Search) -> TunedConfig:
+    """Return settings with activations of more bits, for chips that compute on integers alone."""
+    runtime = runtime_of(best.target)
+    bits = _BYTE if runtime is None else runtime.widest_inputs
+    narrow = any(_bits(d) < bits for d in _descriptors(best.config, "input"))
+    if bits <= _BYTE or not narrow:
+        return best
+    return _with(best, f"with_input_bits({bits})", best.config.with_input_bits(bits))
+
+
 def _zero_points(best: TunedConfig, search: _Search) -> TunedConfig:
     # A plan for a target chooses the form of codes. Behind ReLUs the image alone has a sign.
     model = search.last
@@ -335,6 +345,11 @@ def _mixture(best: TunedConfig, search: _Search, part: float) -> TunedConfig:
 
 #: What is tried in turn, each on the best settings so far: name, reason, change.
 SETTINGS: Sequence[tuple[str, str, Change]] = (
+    (
+        "activations in 16 bits",
+        "the chip has no float, and takes them",
+        _wide_inputs,
+    ),
     (
         "ends in 8 bits",
         "the first and last layer are sensitive",
@@ -392,7 +407,8 @@ def tune(
     """Find settings with which the quantized model keeps a metric.
 
     After the recipe itself, as :func:`torchq.calibrate` treats it, come from cheap to dear those of
-    :data:`torchq.ptq.tuning.SETTINGS` that apply: 8 bits for the first and last layer, inputs with
+    :data:`torchq.ptq.tuning.SETTINGS` that apply: 16 bits for activations where the chip takes
+    them and has no float, 8 bits for the first and last layer, inputs with
     zero points, other ranges, equalization, SmoothQuant, the correction of results in order, GPTQ,
     float for the first and last layer, AdaRound. Each trial changes the best settings so far in one
     point and is judged by the metric alone; the first one that keeps it ends the search. Mixed
