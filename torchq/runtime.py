@@ -144,6 +144,8 @@ class Runtime:
         planning: Planning passes that read what a run on the example shows, after operators that
             nobody reaches were left float and before ranges are shared. See
             :mod:`torchq.swap.passes`.
+        computes_floats: Its kernels compute in float what is not quantized, so that calibration may
+            leave operators beside layers so.
         codes: The codes of activations that it has; None takes any.
         file: How ONNX files for it look; None leaves them plain.
         limits: Sentences about what it does not do, which nothing can see in a file.
@@ -171,6 +173,7 @@ class Runtime:
     placement: Placement | None = None
     adapting: tuple[PlanPass, ...] = ()
     planning: tuple[PlanPass, ...] = ()
+    computes_floats: bool = True
     codes: Codes | None = None
     file: FileRules | None = None
     limits: tuple[str, ...] = ()

@@ -17,7 +17,8 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -115,6 +116,24 @@ class IntegerKernel:
         average: Callable[[Tensor, int], Tensor] | None
         average = self.kept(grids, (), lambda arithmetic: arithmetic.averages(of, to))
         return average
+
+
+@contextmanager
+def kernels_off(model: nn.Module) -> Iterator[None]:
+    """Let layers simulate what they compute on integers, inside a ``with`` block.
+
+    A layer that rounds as its kernel does rounds for the quantizer of another module, whatever
+    that module does with it.
+    """
+    with_kernels = [m for m in model.modules() if vars(m).get("integer_kernel")]
+    kernels = [vars(module)["integer_kernel"] for module in with_kernels]
+    try:
+        for module in with_kernels:
+            vars(module)["integer_kernel"] = None
+        yield
+    finally:
+        for module, kernel in zip(with_kernels, kernels, strict=True):
+            vars(module)["integer_kernel"] = kernel
 
 
 def evaluation_line(runtime: str, *, on_integers: bool) -> str:

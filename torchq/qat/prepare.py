@@ -1,6 +1,6 @@
 """Everything that comes before the first training step, in one call."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -17,9 +17,12 @@ from torchq.swap.apply import keep_plan
 from torchq.swap.folds import narrow_weights_
 from torchq.utils import Pattern, device_of, network_of
 from torchq.workflow import CalibrationReport, calibrate, quantizers, weight_quantizers
+from torchq.workflow.added_operators import OperatorChoice, costly_operators
 
 #: Enough for ranges that training starts from.
 _BATCHES = 32
+#: Batches that are kept to rank the operators of a target on.
+_READ_AGAIN = 4
 
 
 def param_groups(
@@ -98,6 +101,7 @@ class Preparation:
         calibrated: the report of the calibration.
         param_groups: for any ``torch.optim`` optimizer, see :func:`torchq.qat.param_groups`.
         batchnorms: paths of the BatchNorms that train along and are folded afterwards.
+        operators: what quantizers beside layers cost at the outputs before training.
     """
 
     model: nn.Module = field(repr=False)
@@ -105,6 +109,7 @@ class Preparation:
     calibrated: CalibrationReport
     param_groups: list[dict[str, Any]] = field(repr=False)
     batchnorms: tuple[str, ...] = ()
+    operators: OperatorChoice = field(default_factory=OperatorChoice)
 
     def __str__(self) -> str:
         """Return one line for each thing that was done, and one for what follows."""
@@ -122,6 +127,8 @@ class Preparation:
             lines.append(
                 f"BatchNorm: {count} layers train along; fuse_ folds them afterwards"
             )
+        if self.operators.line:
+            lines.append(self.operators.line)
         if self.quantized.target is None:
             lines.append(NO_TARGET)
         return "\n".join(lines)
@@ -206,6 +213,11 @@ def prepare(
         # Training takes back itself what a correction of results would.
         settings = {"num_batches": _BATCHES, "correct": False, **calibration}
         calibrated = calibrate(model, batches, **settings)
+        # Training heals what operators cost too, so the plan stays.
+        operators = OperatorChoice()
+        if settings.get("group") is None:
+            forward = settings.get("forward")
+            operators = costly_operators(model, batches, forward, calibrated.batches)
     groups = param_groups(
         model,
         lr=lr,
@@ -214,7 +226,7 @@ def prepare(
         input_range_lr=input_range_lr,
     )
     norms = tuple(name for name, module in model.named_modules() if is_norm(module))
-    return Preparation(model, quantized, calibrated, groups, norms)
+    return Preparation(model, quantized, calibrated, groups, norms, operators)
 
 
 def _with_narrow_weights(model: nn.Module, plan: Plan, example: object) -> Plan:
@@ -224,6 +236,22 @@ def _with_narrow_weights(model: nn.Module, plan: Plan, example: object) -> Plan:
     plan = replace(plan, decisions=tuple(rows))
     keep_plan(model, plan)
     return plan
+
+
+class _Batches:
+    """All batches of a loader; read once more, the first few of them, without a new start of it."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+        self._first: list[Any] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches that are kept, then those that were not read yet."""
+        yield from list(self._first)
+        for batch in self._batches:
+            if len(self._first) < _READ_AGAIN:
+                self._first.append(batch)
+            yield batch
 
 
 def _with_first(loader: Iterable[object]) -> tuple[Any, Iterable[Any]]:
@@ -236,4 +264,4 @@ def _with_first(loader: Iterable[object]) -> tuple[Any, Iterable[Any]]:
             "prepare: got no batch; expected at least one. A generator runs only once: make a new "
             "one"
         ) from None
-    return first, chain((first,), batches)
+    return first, _Batches(chain((first,), batches))

@@ -147,7 +147,14 @@ def _explained_alone(now: Decision, old: Decision) -> Decision:
         awaits_fold=old.awaits_fold,
     )
     if as_planned.outcome[1:] == old.outcome[1:]:
-        return replace(now, by=old.by, note=old.note)
+        return replace(
+            now,
+            optional=old.optional,
+            noise=old.noise,
+            left_float=old.left_float,
+            by=old.by,
+            note=old.note,
+        )
     if as_planned.weight is None or as_planned.weight.axis is None:
         return now
     separated = replace(as_planned, weight=as_planned.weight.replace(axis=None))
@@ -352,6 +359,11 @@ def keep_plan(model: nn.Module, plan: Plan) -> None:
     vars(model)[_ATTRIBUTE] = replace(plan, decisions=rows)
 
 
+def keep_as_plan(model: nn.Module, plan: Plan) -> None:
+    """Leave a plan with its model in place of the earlier one."""
+    vars(model)[_ATTRIBUTE] = plan
+
+
 @contextmanager
 def tried(model: nn.Module, plan: Plan) -> Iterator[None]:
     """Let ``model`` be quantized inside a ``with`` block, with modes as conversion makes them."""
@@ -442,12 +454,26 @@ def convert_as(
             )
         quantizer.keep_unsigned()
     if isinstance(module, QuantModule):
-        marks = (decision.bias, decision.rounded_by)
-        if decision.awaits_fold:
-            module.after_fold = marks
-        else:
-            module.bias_format, module.rounded_by = marks
+        _mark(module, decision)
         module.one_weight_scale = decision.one_scale
+
+
+def _mark(module: QuantModule, decision: Decision) -> None:
+    """Tell a module how the kernels of the target add its bias and round its result."""
+    marks = (decision.bias, decision.rounded_by)
+    nothing = ("", "")
+    module.after_fold = marks if decision.awaits_fold else nothing
+    module.bias_format, module.rounded_by = nothing if decision.awaits_fold else marks
+
+
+def carry_marks_(model: nn.Module, plan: Plan) -> None:
+    """Let the modules of a quantized model round as a plan says, in place."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for decision in plan.replaced:
+        module = modules.get(decision.name)
+        if isinstance(module, QuantModule):
+            _mark(module, decision)
+    _give_to_kernels(model, plan)
 
 
 def device_around(model: nn.Module, name: str) -> torch.device | None:

@@ -162,10 +162,17 @@ def patterns(selection: Sequence[Pattern] | Pattern | None) -> tuple[Pattern, ..
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules of a configuration, and patterns of which a module must match one if there are."""
+    """The rules of a configuration, and patterns of which a module must match one if there are.
+
+    Attributes:
+        config: the rules, the last one that matches decides.
+        include: a module must match one of these, if there are any.
+        optional: those of the rules that a target added, and calibration may overrule.
+    """
 
     config: QuantConfig
     include: tuple[Pattern, ...] = ()
+    optional: tuple[Rule, ...] = ()
 
     def about(
         self,
@@ -195,7 +202,9 @@ class Rules:
         }
         if not any(descriptors.values()):
             return replace(base, reason="the rule has no descriptor for it")
-        return replace(base, **descriptors)
+        # A rule of the user may be equal to one of a target.
+        is_optional = any(rule is one for one in self.optional)
+        return replace(base, **descriptors, optional=is_optional)
 
 
 #: Recipes leave recurrent layers in float unless asked: their steps run one by one on integers.

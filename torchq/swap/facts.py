@@ -125,22 +125,26 @@ class Facts:
     def converted(self, model: nn.Module, plan: Plan, example: Any = None) -> Facts:
         """Let ``model`` be quantized as ``plan`` says for a while, and run it once in float."""
         with tried(model, plan):
-            facts = replace(self, **_made(model))
-            if example is None:
-                return facts
-            float_run = _Seen(model)
-            try:
-                observed = float_run.run(example)
-            except TorchqError:
-                raise
-            except Exception as error:  # whatever the code of the model raises
-                raise cannot_run(model, error) from error
-            pairs = folding_pairs(model, example, observed["flow"])
-            norms = norms_behind_layers(model, pairs)
-            observed["results"] = float_run.results_with(norms)
-            gone = {id(model.get_submodule(pair.norm)): pair.norm for pair in pairs}
-            observed["flow"] = without_norms(observed["flow"], gone)
-            return replace(facts, **observed, norms=norms)
+            return self.observed(model, example)
+
+    def observed(self, model: nn.Module, example: Any = None) -> Facts:
+        """Return what a quantized model shows as it is now; with an example, in one float run."""
+        facts = replace(self, **_made(model))
+        if example is None:
+            return facts
+        float_run = _Seen(model)
+        try:
+            shown = float_run.run(example)
+        except TorchqError:
+            raise
+        except Exception as error:  # whatever the code of the model raises
+            raise cannot_run(model, error) from error
+        pairs = folding_pairs(model, example, shown["flow"])
+        norms = norms_behind_layers(model, pairs)
+        shown["results"] = float_run.results_with(norms)
+        gone = {id(model.get_submodule(pair.norm)): pair.norm for pair in pairs}
+        shown["flow"] = without_norms(shown["flow"], gone)
+        return replace(facts, **shown, norms=norms)
 
 
 def _made(model: nn.Module) -> dict[str, Any]:

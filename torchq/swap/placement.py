@@ -69,7 +69,9 @@ def _placed(
         for pattern in (*patterns, *placement.modules)
     ]
     rules = replace(
-        rules, config=replace(rules.config, rules=(*target_rules, *rules.config.rules))
+        rules,
+        config=replace(rules.config, rules=(*target_rules, *rules.config.rules)),
+        optional=tuple(target_rules) if target.computes_floats else (),
     )
     operators, untraceable = find_operators(model, placement.operators, seen)
     decisions = [

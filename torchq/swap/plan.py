@@ -26,6 +26,8 @@ _SEVERAL = frozenset(["Add", "Mul", "Maximum", "Cat", *_PRODUCTS])
 FLOAT_INPUT = "its input stays float"
 #: The reasons that are the user's own choice.
 _CHOSEN = frozenset(["excluded", "not in include", "the rule has no descriptor for it"])
+#: What reports say of an operator about which calibration has not decided yet.
+OPTIONAL = "optional until calibrated"
 #: Why a module that has quantizers does not get more.
 ALREADY = "quantized already"
 
@@ -56,6 +58,11 @@ class Decision:
         awaits_fold: a BatchNorm behind it is to be folded; ``bias`` and ``rounded_by`` hold from
             then on.
         one_scale: its weight has one scale, as the kernels of the target take no more.
+        optional: the target added it beside layers, where it buys time and never accuracy, so that
+            calibration may leave it in float.
+        noise: of an optional one, the noise that it alone adds to the outputs of the model, over
+            their power, as calibration estimates it; None before that.
+        left_float: the slots that calibration turned off, as they cost too much at the outputs.
         reason: why it stays float; empty where it is quantized.
         by: the pattern of the rule, or the planning pass, that decided; empty for none.
         note: what else there is to know about it.
@@ -73,6 +80,9 @@ class Decision:
     rounded_by: str = ""
     awaits_fold: bool = False
     one_scale: bool = False
+    optional: bool = False
+    noise: float | None = None
+    left_float: tuple[str, ...] = ()
     reason: str = ""
     by: str = ""
     note: str = ""
@@ -128,6 +138,8 @@ class Decision:
     def __str__(self) -> str:
         if self.reason:
             return f"SKIPPED: {self.reason}"
+        if self.left_float:
+            return f"left in float; {self.note}"
         descriptors, unsigned = self.descriptors, self.unsigned
         if unsigned == ("input",) and self.class_name not in _SEVERAL:
             descriptors["input"] = descriptors["input"].replace(
@@ -152,6 +164,8 @@ class Decision:
                 else f"calls of {kinds}"
             )
         sentence = sentence or "calls its children"
+        if self.optional and self.noise is None:
+            sentence = f"{sentence}; {OPTIONAL}"
         return f"{sentence}; {self.note}" if self.note else sentence
 
 
@@ -229,7 +243,8 @@ class Plan:
         """How much of the model is quantized; None where nothing says so."""
         if self.work is None:
             return None
-        products = (d for d in self.operator_rows() if d.class_name in _PRODUCTS)
+        operators = (d for d in self.operator_rows() if not d.left_float)
+        products = (d for d in operators if d.class_name in _PRODUCTS)
         owners = {name.rpartition(".")[0] for d in products for name in d.names}
         decision_by_name = {
             d.name: d for d in sorted(self.decisions, key=lambda d: not d.reason)
@@ -308,7 +323,9 @@ class Plan:
 
     def outcome(self) -> Plan:
         """Return the plan without what changes nothing in a model: reasons, notes, shares."""
-        rows = (replace(d, names=d.names[:1], by="", note="") for d in self.replaced)
+        unexplained: dict[str, Any] = {"by": "", "note": "", "optional": False}
+        unexplained |= {"noise": None, "left_float": ()}
+        rows = (replace(d, names=d.names[:1], **unexplained) for d in self.replaced)
         decisions = tuple(sorted(rows, key=lambda d: d.names))
         same: dict[str, Any] = {"modes": {}, "target": None, "recipe": "", "work": None}
         same["settings"] = {}
@@ -405,13 +422,17 @@ class Plan:
 
     def verdict(self) -> str:
         """Return how much is quantized, in one line."""
-        operators = len(list(self.operator_rows()))
+        rows = list(self.operator_rows())
+        operators = len(rows)
+        left_float = sum(bool(d.left_float) for d in rows)
         containers = sum(d.is_container for d in self.decisions)
         norms = sum(d.is_norm for d in self.replaced)
         layers = len(self.replaced) - operators - containers - norms
         counts = [f"{layers} quantized"]
         if operators:
-            counts.append(f"{operators} operators for {self.target or 'a target'}")
+            of_these = f", {left_float} of them left in float" if left_float else ""
+            target = self.target or "a target"
+            counts.append(f"{operators} operators for {target}{of_these}")
         if norms:
             counts.append(f"{norms} results behind BatchNorm")
         if containers:
@@ -519,6 +540,8 @@ def _problems(plan: Plan) -> Iterator[tuple[str, Any, str]]:
                 d.ranges,
                 f"a number from 1 to {_MOST_RANGES}",
             )
+        if d.noise is not None and not 0 <= d.noise < float("inf"):
+            yield f"decisions[{number}].noise", d.noise, "a number >= 0"
         if d.calls and d.output is not None:
             yield f"decisions[{number}]", "output", "none for function calls"
     for path, entry in plan.operators.items():

@@ -18,6 +18,11 @@ from torchq.graph import Forward
 from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
 from torchq.nn.correction import corrected_layers, forget_corrections
 from torchq.nn.integer_kernel import evaluation_of
+from torchq.workflow.added_operators import (
+    OperatorChoice,
+    choose_operators_,
+    take_back_operators_,
+)
 from torchq.workflow.correction import NOT_READ, Correction, needs_gains
 from torchq.workflow.correction import correct as correct_results
 from torchq.workflow.modes import quantizers, weight_quantizers
@@ -57,6 +62,8 @@ class CalibrationReport:
         correction: of which layers the results are corrected; None for none.
         evaluation: what a forward in eval mode, without gradients, computes: the codes of the
             model's target, or a simulation; "" where it has none whose formulas are known.
+        operators: which operators beside layers stay in float, as their quantizers cost too much at
+            the outputs of the model.
     """
 
     batches: int
@@ -66,6 +73,7 @@ class CalibrationReport:
     signs: Mapping[str, str] = field(default_factory=dict)
     correction: Correction | None = None
     evaluation: str = ""
+    operators: OperatorChoice = field(default_factory=OperatorChoice)
 
     def table(self) -> str:
         """Return a row for every quantizer, and how many there are."""
@@ -111,6 +119,8 @@ class CalibrationReport:
         end = f"{len(self.ranges)} ranges from {batches}"
         if self.kept:
             end += f", {len(self.kept)} kept from before"
+        if self.operators.line:
+            end += f"; {self.operators.line}"
         if self.correction is not None:
             end += f"; {self.correction.line}"
         return f"{end}; {self.evaluation}" if self.evaluation else end
@@ -153,7 +163,10 @@ def calibrate(
             the mean error that each adds, or with 4 bits and fewer a gain and a mean error of each
             output channel, fitted in the order in which layers run. A third of the batches is read
             once more for it. Weights and biases stay as they are:
-            see :mod:`torchq.nn.correction`.
+            see :mod:`torchq.nn.correction`. Operators beside layers whose quantizers cost too much
+            at the outputs of the model are left in float, as the report and the plan say: see
+            :mod:`torchq.workflow.added_operators`. A rule that names one keeps it, and the next
+            calibration decides anew.
         group: join the statistics of these processes (``torch.distributed.group.WORLD``), each
             with its own ``batches``: every rank gets the bits that one process would get from
             rank 0's batches, then rank 1's, and so on. Ranks may have different numbers of
@@ -189,12 +202,15 @@ def calibrate(
     with utils.evaluating(model := utils.unwrapped(model)), torch.no_grad():
         todo, kept_paths = _pending(model, force)
         _warn_of_other_ranks(batches, group)
-        activations = _of_activations(model, todo)
-        samples = None if batches is None else _samples(model, todo)
         corrects = correct and bool(todo) and batches is not None
         floats = Outputs() if corrects and _reads_again(model, batches, group) else None
         runs = Runs(model, () if batches is None else batches, forward)
+        if floats is not None and take_back_operators_(runs):
+            todo, kept_paths = _pending(model, force)
+        activations = _of_activations(model, todo)
+        samples = None if batches is None else _samples(model, todo)
         count = 0
+        chosen = OperatorChoice()
         unseen: tuple[str, ...] = ()
         with _undone_on_error(model, todo.values()):
             with _weights_after_errors(
@@ -207,6 +223,9 @@ def calibrate(
                     _treat_unseen({n: activations[n] for n in unseen}, on_unseen, count)
             # Weights come last: weight_norm and its like compute the weight in a forward pass.
             calibrate_weights(model, only=pending, samples=samples, group=group)
+            if floats is not None:
+                forget_corrections(model)
+                chosen = choose_operators_(runs, count, group)
             done = _corrected(runs, count // 3, floats, group) if todo else None
     if corrects and done is None:
         warnings.warn(f"calibrate: {_READ_ONCE}", stacklevel=2)
@@ -218,6 +237,7 @@ def calibrate(
         _signs(todo),
         done,
         evaluation_of(model),
+        chosen,
     )
 
 
@@ -353,7 +373,11 @@ def calibrate_weights(
 
 
 def _check_arguments(
-    batches: Any, forward: Any, on_unseen: Any, method: Any, num_batches: Any
+    batches: Any,
+    forward: Any,
+    on_unseen: Any,
+    method: Any,
+    num_batches: Any,
 ) -> None:
     if forward is not None and not callable(forward):
         raise ConfigError(

@@ -28,8 +28,9 @@ def check_float_outputs(model: Model) -> Iterator[str]:
         if not leads_only_to_quantizers(node.outputs[0], "Relu", "Clip", "Max", "Min"):
             yield (
                 f"{layer_name(node)}: its output is not quantized, so it runs in float. "
-                "Last layers of a detector may; else quantize what reads it, or put "
-                "torchq.nn.QuantIdentity() behind it, or exclude it"
+                "Last layers of a detector may, and those in front of operators that calibrate "
+                "left in float; else quantize what reads it, or put torchq.nn.QuantIdentity() "
+                "behind it, or exclude it"
             )
 
 

@@ -130,6 +130,7 @@ class Qnn(OnnxEngine):
     planning: tuple[PlanPass, ...] = (
         partial(quantize_results, linear=True, returned=True),
     )
+    computes_floats: bool = False
     codes: Codes | None = _CODES
     file: FileRules | None = _FILE
     limits: tuple[str, ...] = ("Biases stay float; the provider rounds them to int32.",)

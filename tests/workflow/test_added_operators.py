@@ -1,0 +1,293 @@
+"""Operators beside layers that calibration leaves in float: what ruins outputs, nothing else."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from tests.models import ConvNet, image_batches
+from torchq.config import Rule
+from torchq.swap import plan_of
+from torchq.swap.optional import optional_operators
+from torchq.workflow import added_operators
+from torchq.workflow.runs import Runs
+
+
+class Spectrum(nn.Module):
+    """The logarithm of a sum of squares, as in front of networks that listen.
+
+    A range of 8 bits for the squares of loud samples leaves nothing of quiet ones.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.real = nn.Conv1d(1, 8, 16, stride=8)
+        self.imaginary = nn.Conv1d(1, 8, 16, stride=8)
+        self.first = nn.Conv1d(8, 16, 3, padding=1)
+        self.second = nn.Conv1d(16, 16, 3, padding=1)
+        self.head = nn.Linear(16, 2)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                size = parameter[0].numel() ** -0.5
+                parameter.copy_(
+                    torch.randn(parameter.shape, generator=generator) * size
+                )
+
+    def forward(self, x: Tensor) -> Tensor:
+        power = self.real(x) ** 2 + self.imaginary(x) ** 2
+        h = self.first((power + 1e-3).log()).relu()
+        h = (h + self.second(h)).relu()
+        return self.head(h.mean(2))
+
+
+class Detached(Spectrum):
+    """No gradient passes the forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return super().forward(x)
+
+
+def sounds(loudness: float = 2.0) -> list[Tensor]:
+    """Loud and quiet samples (8, 1, 256), the same in every call."""
+    generator = torch.Generator().manual_seed(5)
+    batches = []
+    for _ in range(3):
+        volume = torch.randn(8, 1, 1, generator=generator) * loudness
+        batches.append(torch.randn(8, 1, 256, generator=generator) * volume.exp())
+    return batches
+
+
+def quantized(
+    model: nn.Module, target: str = "onnxruntime", **options: object
+) -> nn.Module:
+    batches = sounds()
+    torchq.quantize_(
+        model, target=target, example=batches[0], progress=False, **options
+    )
+    return model
+
+
+def calibrated(model: nn.Module, **options: object) -> torchq.CalibrationReport:
+    return torchq.calibrate(model, sounds(), progress=False, **options)
+
+
+@torch.no_grad()
+def decibels(model: nn.Module) -> float:
+    """Return the ratio of signal to noise of the outputs, beside those of the float network."""
+    signal = noise = 0.0
+    exact = Spectrum().eval()
+    for x in sounds():
+        signal += float(exact(x).square().sum())
+        noise += float((model.eval()(x) - exact(x)).square().sum())
+    return 10 * math.log10(signal / noise)
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "executorch", "tensorrt"])
+def test_an_operator_that_ruins_the_outputs_stays_in_float(target: str) -> None:
+    kept = quantized(Spectrum(), target)
+    calibrated(kept, correct=False)
+    model = quantized(Spectrum(), target)
+    before = plan_of(model)
+    report = calibrated(model)
+    # 8 bits for squares of samples whose volumes differ a hundredfold cost nearly everything.
+    assert decibels(model) > decibels(kept) + 8
+    plan = plan_of(model)
+    left = [d for d in plan.replaced if d.left_float]
+    assert left and len(left) < len(optional_operators(before)) + 1
+    assert {d.by for d in left} == {"calibrate"}
+    assert all(d.noise is not None for d in optional_operators(plan))
+    assert f"{len(left)} of " in str(report) and "at the output" in str(report)
+    assert "adds noise" in plan.explain(report.operators.left_float[0])
+    assert "left in float" in plan.verdict()
+    assert "optional until calibrated" in str(before)
+    assert "optional until calibrated" not in str(plan)
+
+
+def test_a_network_that_loses_nothing_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    models = []
+    for worst in (added_operators.worst_operators, lambda ranked: ()):
+        monkeypatch.setattr(added_operators, "worst_operators", worst)
+        torch.manual_seed(0)
+        model = ConvNet().eval()
+        torchq.quantize_(
+            model, target="onnxruntime", example=image_batches()[0], progress=False
+        )
+        report = torchq.calibrate(model, image_batches(), progress=False)
+        assert report.operators.line == ""
+        models.append(model)
+    first, second = (model.state_dict() for model in models)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    plans = [plan_of(model) for model in models]
+    assert plans[0].outcome() == plans[1].outcome() and plans[0].modes == plans[1].modes
+
+
+def test_the_choice_is_saved_and_loaded(tmp_path) -> None:
+    model = quantized(Spectrum())
+    calibrated(model)
+    torchq.save(model, tmp_path / "model.pt")
+    loaded = torchq.load(Spectrum(), tmp_path / "model.pt")
+    assert plan_of(loaded) == plan_of(model)
+    x = sounds()[0]
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(x), model.eval()(x))
+
+
+def test_a_rule_that_names_an_operator_keeps_it_quantized() -> None:
+    config = torchq.recipes.int8().with_rules(
+        Rule("quant_add", input=torchq.QuantDescriptor())
+    )
+    model = quantized(Spectrum(), config=config)
+    calibrated(model)
+    decision = plan_of(model).decision("quant_add")
+    assert decision is not None and not decision.left_float and not decision.optional
+    assert model.quant_add.input_quantizer.mode == "quantize"
+
+
+def test_a_second_calibration_decides_anew() -> None:
+    model = quantized(Spectrum())
+    planned = plan_of(model)
+    first = calibrated(model)
+    again = calibrated(model, force=True)
+    assert again.operators == first.operators and first.operators.left_float
+    # The way back leads to what was planned: quantizers on and shared, biases rounded.
+    with torch.no_grad():
+        assert added_operators.take_back_operators_(Runs(model, sounds(), None))
+    assert plan_of(model).outcome() == planned.outcome()
+    assert plan_of(model).modes == planned.modes
+    assert "optional until calibrated" in str(plan_of(model))
+
+
+def test_layers_in_front_give_float_results_then() -> None:
+    model = quantized(Spectrum())
+    planned = plan_of(model)
+    calibrated(model)
+    plan = plan_of(model)
+    left = {d.name for d in plan.replaced if d.left_float}
+    assert planned.decision("real").bias == "int32"
+    for d in plan.replaced:
+        assert d.rounded_by.rpartition(".")[0] not in left
+    assert "quant_add" in left
+    in_group = {slot.rpartition(".")[0] for group in plan.shared for slot in group}
+    assert not left & in_group
+
+
+def test_without_gradients_groups_tell() -> None:
+    model = quantized(Detached())
+    report = calibrated(model)
+    assert report.operators.by == "groups"
+    assert "quant_add" in report.operators.left_float
+
+
+@pytest.mark.parametrize("culprit", [0, 13, 57])
+def test_one_operator_of_many_is_found_in_a_dozen_runs(culprit: int) -> None:
+    names = [f"operator{i}" for i in range(58)]
+    runs = []
+
+    def measure(chosen: Iterable[str]) -> float:
+        runs.append(chosen)
+        return 0.01 + 0.5 * (names[culprit] in chosen)
+
+    noise, layers = added_operators._by_groups(names, measure, 12)
+    ranked = added_operators.OperatorChoice(noise, layers)
+    worst = added_operators.worst_operators(ranked)
+    # Twelve runs halve 58 operators at least five times.
+    assert names[culprit] in worst and len(worst) <= 2 and len(runs) <= 12
+
+
+def test_estimates_are_the_noise_that_runs_show() -> None:
+    model = quantized(Spectrum(), exclude="quant_add")
+    torchq.calibrate(
+        model, sounds(0.2), correct=False, progress=False
+    )
+    runs = Runs(model.eval(), sounds(0.2), None)
+    # Layers in float, so that runs show what operators do.
+    with torchq.disabled(model, "type:torch.nn.modules.*"), torch.no_grad():
+        rows = [d.name for d in optional_operators(plan_of(model))]
+        operators = {name: model.get_submodule(name) for name in rows}
+        samples = added_operators._samples_of_all(runs, 3)
+        noise, _ = added_operators._by_gradients(model, operators, samples)
+        assert noise
+        for name in noise:
+            others = [module for n, module in operators.items() if n != name]
+            results = [added_operators._run_with(model, s, others) for s in samples]
+            shown = added_operators._noise(samples, results)
+            # Three directions and three samples are nine draws of a square: within a factor of 4.
+            assert shown / 4 < noise[name] < 4 * shown
+
+
+def test_a_choice_without_gain_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = quantized(Spectrum())
+    planned = plan_of(model)
+    monkeypatch.setattr(added_operators, "_LEAST_GAIN", 99.0)
+    report = calibrated(model)
+    assert report.operators.left_float == () and report.operators.outputs.batches == 3
+    assert plan_of(model).outcome() == planned.outcome()
+    assert plan_of(model).modes == planned.modes
+
+
+def test_an_interrupt_leaves_the_placement_as_it_was() -> None:
+    model = quantized(Spectrum())
+    before = plan_of(model)
+    state = copy.deepcopy(model.state_dict())
+
+    def stop(module: nn.Module, args: object) -> None:
+        if any(d.left_float for d in plan_of(module).replaced):
+            raise KeyboardInterrupt
+
+    with model.register_forward_pre_hook(stop), pytest.raises(KeyboardInterrupt):
+        calibrated(model)
+    assert plan_of(model) == before
+    after = model.state_dict()
+    assert state.keys() == after.keys()
+    assert all(torch.equal(state[key], after[key]) for key in state)
+
+
+def test_preparing_to_train_reports_and_leaves_the_plan() -> None:
+    model = Spectrum()
+    prepared = torchq.qat.prepare(model, sounds(), target="onnxruntime", progress=False)
+    assert "cost much at the output" in str(prepared)
+    assert not any(d.left_float for d in plan_of(model).replaced)
+    assert all(q.mode == "quantize" for q in torchq.workflow.quantizers(model).values())
+
+
+def test_without_a_correction_nothing_is_decided() -> None:
+    model = quantized(Spectrum())
+    report = calibrated(model, correct=False)
+    assert report.operators.noise == {} and not plan_of(model).modes
+
+
+def test_chips_without_float_kernels_keep_their_operators() -> None:
+    model = quantized(Spectrum(), "qnn")
+    assert not optional_operators(plan_of(model))
+    assert "optional" not in str(plan_of(model))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
+def test_files_compute_what_is_left_in_float(target: str, tmp_path) -> None:
+    import onnx
+
+    model = quantized(Spectrum(), target)
+    calibrated(model)
+    path = tmp_path / "model.onnx"
+    x = sounds()[0]
+    torchq.export_onnx(model.eval(), x, path, target=target)
+    graph = onnx.load(path).graph
+    producers = {name: node.op_type for node in graph.node for name in node.output}
+    added = [node for node in graph.node if node.op_type == "Add"]
+    squares = [n for n in added if {producers.get(i) for i in n.input} == {"Mul"}]
+    squares += [n for n in added if {producers.get(i) for i in n.input} == {"Pow"}]
+    assert squares
+    report = torchq.verify_onnx(model, path, [x], progress=False)
+    assert report.ok, str(report)

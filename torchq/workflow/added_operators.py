@@ -1,0 +1,731 @@
+"""Which operators beside layers stay in float: those whose quantizers cost too much at the outputs.
+
+Quantizers that a target adds beside layers buy time, never accuracy. What one of them costs is a
+question about the outputs of the model, which its own error does not answer: the sum of squares of
+a spectrogram is right to 30 dB and leaves 4 dB at the end. Runs with one operator on at a time do
+not answer it either, as what differs there is mostly what the noise of the layers does.
+
+The estimate: each operator returns what it gives in float, and its error e is kept. For a random
+direction v of the outputs one backward pass gives the derivative of (v . outputs) along every e,
+and the mean of its squares over directions is the noise that this operator adds to the outputs.
+Where a model has no gradients, groups of operators run quantized, and the worst group is halved.
+
+Nothing is believed: an estimate whose sum is far below what all operators do together in a run is
+dropped for the groups, and a choice is kept where it brings the outputs nearer to those in float.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchq.errors import TorchqError
+from torchq.graph import (
+    Forward,
+    call_arguments,
+    floats_in,
+    map_tensors,
+    move_to,
+    results_in,
+    tensors_in,
+    with_copies,
+)
+from torchq.nn import Tap, TensorQuantizer, quantizing_only
+from torchq.nn.convert import unchanged_on_error
+from torchq.nn.integer_kernel import kernels_off
+from torchq.runtime import Runtime, runtime_with
+from torchq.swap.apply import keep_as_plan, plan_of
+from torchq.swap.optional import Replanning, optional_operators, replan_
+from torchq.swap.plan import Plan
+from torchq.utils import (
+    RandomState,
+    device_of,
+    evaluating,
+    listed,
+    state_kept,
+    watching,
+)
+from torchq.workflow.modes import quantizers
+from torchq.workflow.runs import (
+    NO_BATCH,
+    Comparison,
+    NoiseSums,
+    Runs,
+)
+from torchq.workflow.two_versions import float_call, forward_replaced
+
+#: Samples that operators are ranked on, the fewest and the most, and of how many batches.
+_SAMPLES = (2, 8)
+_BATCHES = 4
+#: Of how many samples of the calibration one is ranked on, so that ranking stays a part of it.
+_PART = 32
+#: Of how many samples of a batch one is compared, for the same reason.
+_EIGHTH = 8
+#: Random directions of the outputs: more did not rank better on a network of 58 operators.
+_DIRECTIONS = 3
+#: By how much operators that stay quantized may raise the root of the noise over the signal, which
+#: the answers that change are in proportion to: less than half a percent of them.
+_OF_ANSWERS = 0.004
+#: How far a run may be above the sum of estimates before they are not believed.
+_UNEXPLAINED = 4.0
+#: Runs for models without gradients.
+_RUNS = 12
+_SEED = 0
+#: By how many dB the outputs must be nearer to float, for operators to stay there.
+_LEAST_GAIN = 0.5
+
+
+@dataclass(frozen=True)
+class OperatorChoice:
+    """What calibration found out about the operators that a target added beside layers.
+
+    Attributes:
+        noise: path of each of them -> the noise that it alone adds to the outputs of the model,
+            over their power.
+        layers: the noise of the layers, with all of them in float.
+        by: "gradients", or "groups" where the model has none.
+        left_float: paths of those that stay in float, the worst first, then those that follow.
+        advised: paths of those that would, where nothing is changed as the model is to be trained.
+        outputs: the outputs with all of them quantized, and with these in float.
+    """
+
+    noise: Mapping[str, float] = field(default_factory=dict)
+    layers: float = 0.0
+    by: str = ""
+    left_float: tuple[str, ...] = ()
+    advised: tuple[str, ...] = ()
+    outputs: Comparison = field(default_factory=Comparison)
+
+    @property
+    def gain(self) -> float:
+        """How much nearer to float the outputs are with them in float, in dB."""
+        before, after = self.outputs.before, self.outputs.after
+        if not before or after is None:
+            return 0.0
+        return 10 * math.log10(before / after) if after else math.inf
+
+    @property
+    def line(self) -> str:
+        """Say in one line what stays in float, and why; "" where nothing does."""
+        if self.advised:
+            return (
+                f"{len(self.advised)} of {len(self.noise)} operators beside layers cost much at "
+                f"the output ({listed(self.advised)}), which training heals"
+            )
+        if not self.left_float:
+            return ""
+        does = "operator stays" if len(self.left_float) == 1 else "operators stay"
+        it = "it costs" if len(self.left_float) == 1 else "they cost"
+        return (
+            f"{len(self.left_float)} of {len(self.noise)} {does} float: {it} {self.gain:.1f} dB at "
+            f"the output ({self.outputs}); "
+            f"torchq.swap.plan_of(model).explain({self.left_float[0]!r})"
+        )
+
+    def note(self, name: str) -> str:
+        """Return the numbers about one operator that is left in float."""
+        if name not in self.noise:
+            return "what reads its result is left in float, and the target cannot run it then"
+        return (
+            f"quantized, it adds noise {decibels(self.noise[name])} the output, the layers noise "
+            f"{decibels(self.layers)} it"
+        )
+
+
+def decibels(share: float) -> str:
+    """Return how far noise is below what it is a share of."""
+    if share <= 0:
+        return "nowhere near"
+    level = 10 * math.log10(share)
+    return f"{abs(level):.1f} dB {'above' if level > 0 else 'below'}"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A part of a batch as the arguments of one call of a model.
+
+    Attributes:
+        args: positional arguments.
+        kwargs: keyword arguments.
+        count: the samples in it; None where no dimension of all tensors counts them.
+        exact: what the float model returns for it.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    count: int | None
+    exact: Sequence[Tensor] = ()
+
+    def call(self, model: nn.Module) -> list[Tensor]:
+        """Run a model on a copy of it, simulated; return the floating-point results.
+
+        Simulated, as no layer may round its result for a quantizer that is off.
+        """
+        start = RandomState.now()
+        with state_kept(model), kernels_off(model):
+            args, kwargs = with_copies((self.args, dict(self.kwargs)))
+            results = results_in(model(*args, **kwargs))
+        start.restore()
+        return results
+
+
+def arguments_of(runs: Runs, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of the model's call for a batch, as its last call has them."""
+    device = device_of(runs.model)
+    if runs.forward is None:
+        moved = batch if device is None else move_to(batch, device)
+        return call_arguments(runs.model, moved)
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def see(args: Any, kwargs: Any, _: Any) -> None:
+        calls.append(with_copies((args, kwargs)))
+
+    off = quantizers(runs.model).values()
+    with quantizing_only(off), watching([(runs.model, see)], before=True):
+        runs.call(batch)
+    return calls[-1]
+
+
+def as_example(model: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Return the arguments of a call as what functions take for an example."""
+    if not kwargs:
+        return args[0] if len(args) == 1 else args
+    return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
+
+
+def _some_samples(runs: Runs, count: int) -> list[Sample]:
+    """Return the few samples that operators are ranked on, of the first batches."""
+    samples: list[Sample] = []
+
+    def step(number: int, batch: Any) -> None:
+        wanted = max(_SAMPLES[0], min(_SAMPLES[1], count * _size(batch) // _PART))
+        parts = min(count, _BATCHES, wanted)
+        if number < parts and all(sample.count for sample in samples):
+            samples.append(_sample(runs, batch, -(-wanted // parts)))
+
+    runs.again(step, min(count, _BATCHES))
+    return samples
+
+
+def _samples_of_all(runs: Runs, count: int) -> list[Sample]:
+    """Return a few samples of each batch; of some alone, where that needs a whole run for each."""
+    samples: list[Sample] = []
+
+    def step(number: int, batch: Any) -> None:
+        is_dear = runs.forward is not None or any(s.count is None for s in samples)
+        if not (is_dear and number % _EIGHTH):
+            few = min(_EIGHTH, max(1, _size(batch) // _EIGHTH))
+            samples.append(_sample(runs, batch, few))
+
+    runs.again(step, count)
+    return samples
+
+
+def _size(batch: Any) -> int:
+    """Return how many samples a batch seems to have."""
+    first = next((t for t in tensors_in(batch) if t.dim()), None)
+    return 1 if first is None else first.shape[0]
+
+
+def _sample(runs: Runs, batch: Any, most: int) -> Sample:
+    """Return the first samples of a batch, if all tensors of the call count the same number."""
+    args, kwargs = arguments_of(runs, batch)
+    sizes = {t.shape[0] if t.dim() else None for t in tensors_in((args, kwargs))}
+    size = sizes.pop() if len(sizes) == 1 else None
+    if size is None or size <= most:
+        return _with_results(runs.model, Sample(args, kwargs, size))
+    few_args, few_kwargs = map_tensors((args, kwargs), lambda tensor: tensor[:most])
+    try:
+        return _with_results(runs.model, Sample(few_args, few_kwargs, most))
+    except Exception:  # whatever a model raises that takes batches of one size alone
+        return _with_results(runs.model, Sample(args, kwargs, None))
+
+
+def _with_results(model: nn.Module, sample: Sample) -> Sample:
+    with quantizing_only(quantizers(model).values()):
+        return replace(sample, exact=sample.call(model))
+
+
+def _noise(samples: Sequence[Sample], results: Sequence[Sequence[Tensor]]) -> float:
+    """Return the mean share of noise in results of a model, beside those in float.
+
+    NaN where nothing can be compared, infinite where a result is NaN.
+    """
+    sums = NoiseSums()
+    for sample, result in zip(samples, results, strict=True):
+        sums.add(sample.exact, sample.exact, result)
+    after = sums.comparison(None, None).after
+    return math.nan if after is None else after
+
+
+class _NoGradients(Exception):
+    """No gradient of the outputs reaches the operators."""
+
+
+class _Errors:
+    """Runs operators in float, and measures along their errors where gradients come by."""
+
+    def __init__(self, operators: Mapping[str, nn.Module], count: int | None) -> None:
+        self._operators = operators
+        self._count = count
+        #: Path -> the derivatives of the current direction along its errors, one for each sample.
+        self._slopes: dict[str, Tensor] = {}
+        self.noise = dict.fromkeys(operators, 0.0)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Let the operators return what they give in float, inside the ``with`` block."""
+        with ExitStack() as stack:
+            for name, module in self._operators.items():
+                forward = partial(self._call, name, module, module.forward)
+                stack.enter_context(forward_replaced(module, forward))
+            yield
+
+    def _call(
+        self, name: str, module: nn.Module, forward: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        with torch.no_grad():
+            quantized = floats_in(forward(*args, **kwargs))
+        exact = float_call(module, forward, args, kwargs)
+        errors = iter(quantized)
+
+        def watched(tensor: Tensor) -> Tensor:
+            if not tensor.is_floating_point():
+                return tensor
+            error = next(errors) - tensor.detach()
+            if not tensor.requires_grad:
+                # Where the first operator starts the graph. What overwrites it needs no leaf.
+                tensor = tensor.detach().requires_grad_().clone()
+            tensor.register_hook(partial(self._add, name, error))
+            return tensor
+
+        return map_tensors(exact, watched)
+
+    def _add(self, name: str, error: Tensor, gradient: Tensor) -> None:
+        products = gradient.double() * error.double()
+        count = self._count or 1
+        # Samples do not touch each other, so each is a draw of its own.
+        is_by_sample = products.dim() > 0 and products.shape[0] % count == 0
+        slopes = products.reshape(count if is_by_sample else 1, -1).sum(1)
+        before = self._slopes.get(name)
+        if before is not None and before.shape == slopes.shape:
+            slopes = before + slopes
+        self._slopes[name] = slopes
+
+    def end_direction(self) -> None:
+        """Add the squares of a direction."""
+        for name, slopes in self._slopes.items():
+            self.noise[name] += float(slopes.square().sum()) / _DIRECTIONS
+        self._slopes.clear()
+
+
+@contextmanager
+def _without_parameter_gradients(model: nn.Module) -> Iterator[None]:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+def _by_gradients(
+    model: nn.Module, operators: Mapping[str, nn.Module], samples: Sequence[Sample]
+) -> tuple[dict[str, float], float]:
+    """Return the noise that each operator alone adds, and that with all of them in float."""
+    noise = dict.fromkeys(operators, 0.0)
+    generator = torch.Generator().manual_seed(_SEED)
+    powers = _powers(samples)
+    outputs = []
+    for sample in samples:
+        errors = _Errors(operators, sample.count)
+        with _without_parameter_gradients(model):
+            with torch.enable_grad(), errors.watched():
+                results = sample.call(model)
+            weighted = [
+                (result, weight)
+                for result, weight in zip(results, powers, strict=False)
+                if result.requires_grad and weight > 0
+            ]
+            if not weighted:
+                raise _NoGradients
+            for _ in range(_DIRECTIONS):
+                directions = [
+                    torch.randn(result.shape, generator=generator).to(result) * weight
+                    for result, weight in weighted
+                ]
+                tensors = [result for result, _ in weighted]
+                torch.autograd.backward(tensors, directions, retain_graph=True)
+                errors.end_direction()
+        for name, share in errors.noise.items():
+            noise[name] += share
+        outputs.append([result.detach() for result in results])
+    if not all(map(math.isfinite, noise.values())):
+        raise _NoGradients
+    return noise, _noise(samples, outputs)
+
+
+def _powers(samples: Sequence[Sample]) -> list[float]:
+    """Return for each result the factor that makes its noise a share of the signal in samples.
+
+    Shares of several results are averaged, as :class:`torchq.workflow.runs.NoiseSums` does.
+    """
+    powers: list[float] = []
+    for sample in samples:
+        for number, result in enumerate(sample.exact):
+            finite = result[result.isfinite()].double()
+            if number == len(powers):
+                powers.append(0.0)
+            powers[number] += float(finite.square().sum())
+    with_signal = sum(power > 0 for power in powers)
+    return [(with_signal * power) ** -0.5 if power > 0 else 0.0 for power in powers]
+
+
+def _run_with(
+    model: nn.Module, sample: Sample, in_float: Iterable[nn.Module]
+) -> list[Tensor]:
+    """Run a quantized model with some operators in float."""
+    with ExitStack() as stack:
+        for module in in_float:
+            plain = partial(_in_float, module, module.forward)
+            stack.enter_context(forward_replaced(module, plain))
+        return sample.call(model)
+
+
+def _in_float(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    return float_call(module, forward, args, kwargs)
+
+
+#: Noise at the outputs with some operators quantized, the others in float.
+Measure = Callable[[Iterable[str]], float]
+
+
+@dataclass
+class _Group:
+    """Some operators, with the noise that they add when they alone are quantized.
+
+    Attributes:
+        names: in the order in which they run.
+        noise: as a run showed, or a bound.
+        is_measured: no run is needed to know it better.
+    """
+
+    names: tuple[str, ...]
+    noise: float
+    is_measured: bool = True
+
+
+def _by_groups(
+    names: Sequence[str], measure: Measure, runs: int
+) -> tuple[dict[str, float], float]:
+    """Return the noise that operators add, as groups show it, and that of the layers.
+
+    The worst group is halved, until it is one operator or nothing bad is left.
+
+    Args:
+        names: of the operators, in the order in which they run.
+        measure: returns the noise at the outputs with some operators quantized.
+        runs: how often it may be called.
+    """
+    layers = measure(())
+
+    def measured(chosen: tuple[str, ...]) -> float:
+        return max(0.0, measure(chosen) - layers)
+
+    groups = [_Group(tuple(names), measured(tuple(names)))]
+    for _ in range(runs - 2):
+        groups.sort(key=lambda group: group.noise)
+        if sum(group.noise for group in groups) <= _allowed(layers):
+            break
+        halved = [g for g in groups if len(g.names) > 1 or not g.is_measured]
+        if not halved:
+            break
+        worst = halved[-1]
+        if not worst.is_measured:
+            worst.noise = measured(worst.names)
+            worst.is_measured = True
+            continue
+        middle = len(worst.names) // 2
+        first = _Group(worst.names[:middle], measured(worst.names[:middle]))
+        # Small errors add up. Where one half alone does all the damage, the other may do it too.
+        is_small = first.noise <= worst.noise / 2
+        rest = worst.noise - first.noise if is_small else worst.noise
+        groups.remove(worst)
+        groups += [first, _Group(worst.names[middle:], rest, is_small)]
+    noise_by_name: dict[str, float] = {}
+    for group in groups:
+        share = group.noise / len(group.names)
+        noise_by_name |= dict.fromkeys(group.names, share)
+    return {name: noise_by_name[name] for name in names}, layers
+
+
+class _Joined:
+    """Numbers that all ranks decide by: means over the ranks that have a batch."""
+
+    def __init__(self, runs: Runs, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._device = device_of(runs.model)
+
+    def mean(self, numbers: Sequence[float] | None, length: int) -> list[float]:
+        """Return the mean of some numbers; None stands for a rank without any."""
+        values = [0.0] * length if numbers is None else list(numbers)
+        if self._group is None:
+            return values
+        data = [*values, float(numbers is not None)]
+        sums = torch.tensor(data, dtype=torch.float64, device=self._device)
+        dist.all_reduce(sums, group=self._group)
+        return (sums[:-1] / sums[-1].clamp_min(1)).tolist()
+
+
+def rank_operators(
+    runs: Runs,
+    names: Sequence[str],
+    count: int,
+    group: dist.ProcessGroup | None = None,
+) -> OperatorChoice:
+    """Estimate what each of some operators adds to the noise at the outputs of a model.
+
+    Args:
+        runs: a calibrated model, in eval mode, and its batches, of which the first is read.
+        names: the paths of the operators.
+        count: how many batches calibration has read.
+        group: processes that get the same numbers, means over their first batches.
+
+    Returns:
+        A choice that leaves nothing in float yet; without numbers where the outputs cannot be
+        compared.
+    """
+    model = runs.model
+    operators = {name: model.get_submodule(name) for name in names}
+    joined = _Joined(runs, group)
+    samples = _some_samples(runs, count)
+
+    def measure(quantized: Iterable[str]) -> float:
+        in_float = [m for name, m in operators.items() if name not in set(quantized)]
+        noise = None
+        if samples:
+            outputs = [_run_with(model, sample, in_float) for sample in samples]
+            noise = [_noise(samples, outputs)]
+        return joined.mean(noise, 1)[0]
+
+    estimates = None
+    if samples:
+        try:
+            by_name, of_layers = _by_gradients(model, operators, samples)
+            outputs = [_run_with(model, sample, ()) for sample in samples]
+            whole = _noise(samples, outputs)
+            estimates = [*by_name.values(), of_layers, whole]
+        except (_NoGradients, RuntimeError, TorchqError, TypeError, AttributeError):
+            # Infinity makes every rank take the other way.
+            estimates = [math.inf] * (len(names) + 2)
+    *noise, layers, whole = joined.mean(estimates, len(names) + 2)
+    if math.isnan(layers) or not joined.mean([float(bool(samples))], 1)[0]:
+        return OperatorChoice()
+    is_known = math.isfinite(sum(noise)) and math.isfinite(layers)
+    explained = _UNEXPLAINED * sum(noise) + _allowed(layers)
+    if is_known and whole - layers <= explained:
+        return OperatorChoice(dict(zip(names, noise, strict=True)), layers, "gradients")
+    shown, layers = _by_groups(names, measure, _RUNS)
+    if not all(map(math.isfinite, (layers, *shown.values()))):
+        return OperatorChoice()
+    return OperatorChoice(shown, layers, "groups")
+
+
+def _allowed(layers: float) -> float:
+    """Return the noise that the operators that stay quantized may add to that of the layers."""
+    return (math.sqrt(layers) + _OF_ANSWERS) ** 2 - layers
+
+
+def worst_operators(ranked: OperatorChoice) -> tuple[str, ...]:
+    """Return the fewest operators, the worst first, without which the rest is far below layers."""
+    rest = sum(ranked.noise.values())
+    worst = []
+    for name in sorted(ranked.noise, key=lambda name: -ranked.noise[name]):
+        if rest <= _allowed(ranked.layers):
+            break
+        worst.append(name)
+        rest -= ranked.noise[name]
+    return tuple(worst)
+
+
+# --- carrying it out ------------------------------------------------------------------------------
+
+
+class _Dropped(Exception):
+    """The outputs are no nearer to those in float, so the operators stay quantized."""
+
+
+def choose_operators_(
+    runs: Runs, count: int, group: dist.ProcessGroup | None = None
+) -> OperatorChoice:
+    """Leave the operators in float that cost too much at the outputs, in place.
+
+    Args:
+        runs: a calibrated model, in eval mode, and its batches.
+        count: how many batches calibration read.
+        group: processes that decide together.
+
+    Returns:
+        What was found out, with the outputs before and after it.
+    """
+    model = runs.model
+    plan = plan_of(model)
+    runtime = runtime_with(plan.target, plan.settings)
+    names = _names(model, plan)
+    if runtime is None or not names:
+        return OperatorChoice()
+    choice = rank_operators(runs, names, count, group)
+    worst = worst_operators(choice)
+    if worst:
+        changed = _replanned(runs, plan, runtime, worst, group)
+        choice = _tried(runs, count, choice, changed, worst, group)
+    if not choice.left_float:
+        # What stays quantized is not open any more.
+        keep_as_plan(model, _with_noise(plan, choice))
+    return choice
+
+
+def costly_operators(
+    model: nn.Module, batches: Iterable[Any], forward: Forward | None, count: int
+) -> OperatorChoice:
+    """Return what calibration would find out about operators, for a model that is trained.
+
+    Args:
+        model: calibrated; left unchanged.
+        batches: the first few are read.
+        forward: as for :func:`torchq.calibrate`.
+        count: how many batches calibration read.
+    """
+    names = _names(model, plan_of(model))
+    if not names:
+        return OperatorChoice()
+    with evaluating(model), torch.no_grad():
+        ranked = rank_operators(Runs(model, batches, forward), names, count)
+    return replace(ranked, advised=worst_operators(ranked))
+
+
+def _names(model: nn.Module, plan: Plan) -> list[str]:
+    """Return the paths of the operators that calibration may leave in float."""
+    return [d.name for d in optional_operators(plan) if _may_cost(model, d.name)]
+
+
+def _may_cost(model: nn.Module, name: str) -> bool:
+    """Return True if a quantizer of an operator is on that does not only move codes.
+
+    What maximum pooling chooses of codes are codes of the reader's own quantizer, which is the
+    same: without the first one the second gives the same numbers.
+    """
+    module = model.get_submodule(name)
+    inner = [q for q in module.modules() if isinstance(q, TensorQuantizer)]
+    moves_codes = isinstance(module, (Tap, *_MAX_POOLS)) and all(
+        q.shared for q in inner
+    )
+    return any(q.quantizing for q in inner) and not moves_codes
+
+
+_MAX_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
+
+
+def _with_noise(plan: Plan, choice: OperatorChoice) -> Plan:
+    """Return the plan with the numbers of a choice."""
+    rows = []
+    for d in plan.decisions:
+        if not d.reason and d.name in choice.noise:
+            d = replace(d, noise=choice.noise[d.name])
+        if d.left_float:
+            d = replace(d, note=choice.note(d.name))
+        rows.append(d)
+    return replace(plan, decisions=tuple(rows))
+
+
+def _replanned(
+    runs: Runs,
+    plan: Plan,
+    runtime: Runtime,
+    names: Sequence[str],
+    group: dist.ProcessGroup | None,
+) -> Plan:
+    """Return the plan with some operators in float, on all ranks that of the first with a batch."""
+    planned: list[Plan | None] = []
+
+    def step(number: int, batch: Any) -> None:
+        if batch is NO_BATCH:
+            planned.append(None)
+            return
+        example = as_example(runs.model, *arguments_of(runs, batch))
+        replanning = Replanning.of(runs.model, plan, runtime, example)
+        planned.append(replanning.without(names))
+
+    runs.again(step, 1, group)
+    if group is not None:
+        joined: list[Any] = [None] * dist.get_world_size(group)
+        own = None if planned[0] is None else planned[0].to_dict()
+        dist.all_gather_object(joined, own, group=group)
+        first = next(entry for entry in joined if entry is not None)
+        return Plan.from_dict(first)
+    assert planned[0] is not None
+    return planned[0]
+
+
+def _tried(
+    runs: Runs,
+    count: int,
+    ranked: OperatorChoice,
+    plan: Plan,
+    worst: Sequence[str],
+    group: dist.ProcessGroup | None,
+) -> OperatorChoice:
+    """Let the model be as a plan says, if its outputs are nearer to those in float then."""
+    model = runs.model
+    others = [d.name for d in plan.replaced if d.left_float and d.name not in worst]
+    choice = replace(ranked, left_float=(*worst, *others))
+    samples = _samples_of_all(runs, count)
+    before = [sample.call(model) for sample in samples]
+    sums = NoiseSums()
+    try:
+        with unchanged_on_error(model):
+            replan_(model, _with_noise(plan, choice))
+            for sample, old in zip(samples, before, strict=True):
+                sums.add(sample.exact, old, sample.call(model))
+            outputs = sums.comparison(group, device_of(model))
+            choice = replace(choice, outputs=outputs)
+            if not choice.gain >= _LEAST_GAIN:
+                raise _Dropped
+    except _Dropped:
+        return replace(ranked, outputs=choice.outputs)
+    return choice
+
+
+def take_back_operators_(runs: Runs) -> bool:
+    """Quantize the operators again that an earlier calibration left in float, in place.
+
+    Returns:
+        True if there were any.
+    """
+    model = runs.model
+    plan = plan_of(model)
+    runtime = runtime_with(plan.target, plan.settings)
+    if runtime is None or not any(d.left_float for d in plan.replaced):
+        return False
+
+    def step(number: int, batch: Any) -> None:
+        example = as_example(model, *arguments_of(runs, batch))
+        planned.append(Replanning.of(model, plan, runtime, example).without(()))
+
+    planned: list[Plan] = []
+    runs.again(step, 1)
+    for one in planned:
+        with unchanged_on_error(model):
+            replan_(model, one)
+    return bool(planned)
