@@ -12,7 +12,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import torchq
+from tests.workflow.test_added_operators import Spectrum, sounds
 from torchq.errors import TorchqError
+from torchq.swap import plan_of
 
 METHODS = ("max", "moving_average", "percentile", "mse", "entropy")
 
@@ -100,6 +102,19 @@ def without_group(
     return found, [str(warning.message) for warning in caught]
 
 
+def operators_left_float(batch_numbers: list[int]) -> tuple[Any, ...]:
+    """What a joint calibration for a target leaves in float, and what a plan says then."""
+    model = Spectrum()
+    data = sounds()
+    torchq.quantize_(model, target="onnxruntime", example=data[0], progress=False)
+    own_batches = [data[number] for number in batch_numbers]
+    report = torchq.calibrate(
+        model, own_batches, group=dist.group.WORLD, progress=False
+    )
+    outcome = plan_of(model).outcome().to_dict()
+    return report.operators.left_float, plan_of(model).modes, outcome
+
+
 def run(folder: Path) -> None:
     rank = dist.get_rank()
     world = dist.group.WORLD
@@ -132,6 +147,11 @@ def run(folder: Path) -> None:
     found["alone on purpose"], found["not warned"] = without_group(
         data, [dist.new_group([i]) for i in range(2)][rank]
     )
+    for case, chosen in (
+        ("one each", [rank]),
+        ("rank 1 alone", [1, 2] if rank else []),
+    ):
+        found[f"operators, {case}"] = operators_left_float(chosen)
     # Its forward gathers weights, so both ranks need as many batches and the same branches.
     same = (
         [torch.full_like(x, 150.0) + x for x in batches(0)]

@@ -207,9 +207,7 @@ def test_one_operator_of_many_is_found_in_a_dozen_runs(culprit: int) -> None:
 
 def test_estimates_are_the_noise_that_runs_show() -> None:
     model = quantized(Spectrum(), exclude="quant_add")
-    torchq.calibrate(
-        model, sounds(0.2), correct=False, progress=False
-    )
+    torchq.calibrate(model, sounds(0.2), correct=False, progress=False)
     runs = Runs(model.eval(), sounds(0.2), None)
     # Layers in float, so that runs show what operators do.
     with torchq.disabled(model, "type:torch.nn.modules.*"), torch.no_grad():

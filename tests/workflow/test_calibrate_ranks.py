@@ -70,6 +70,15 @@ def test_a_rank_without_batches_gets_the_ranges_too(results: Results) -> None:
         assert_same_bits(found["ddp no batches"], expected)
 
 
+@pytest.mark.parametrize("case", ["one each", "rank 1 alone"])
+def test_all_ranks_leave_the_same_operators_in_float(
+    results: Results, case: str
+) -> None:
+    first, second = (found[f"operators, {case}"] for found in results)
+    assert first == second
+    assert "quant_add" in first[0]
+
+
 def test_all_ranks_go_without_a_correction_where_one_reads_once(
     results: Results,
 ) -> None:

@@ -75,13 +75,15 @@ _DIRECTIONS = 3
 #: By how much operators that stay quantized may raise the root of the noise over the signal, which
 #: the answers that change are in proportion to: less than half a percent of them.
 _OF_ANSWERS = 0.004
+#: The noise over the signal that no answer notices: 40 dB.
+_UNNOTICED = 1e-4
 #: How far a run may be above the sum of estimates before they are not believed.
 _UNEXPLAINED = 4.0
 #: Runs for models without gradients.
 _RUNS = 12
 _SEED = 0
 #: By how many dB the outputs must be nearer to float, for operators to stay there.
-_LEAST_GAIN = 0.5
+_LEAST_GAIN = 1.0
 
 
 @dataclass(frozen=True)
@@ -550,6 +552,8 @@ def _allowed(layers: float) -> float:
 def worst_operators(ranked: OperatorChoice) -> tuple[str, ...]:
     """Return the fewest operators, the worst first, without which the rest is far below layers."""
     rest = sum(ranked.noise.values())
+    if ranked.layers + rest <= _UNNOTICED:
+        return ()
     worst = []
     for name in sorted(ranked.noise, key=lambda name: -ranked.noise[name]):
         if rest <= _allowed(ranked.layers):
