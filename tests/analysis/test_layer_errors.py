@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import torchq
 from tests.models import ConvNet, Parts, StagedNet, image_batches, simulated
+from tests.workflow.test_added_operators import Spectrum, sounds
 
 
 def chain(count: int = 4, width: int = 16) -> nn.Sequential:
@@ -226,3 +227,19 @@ def test_layers_that_no_batch_reaches_are_named() -> None:
     assert torchq.layer_errors(model, image_batches(), progress=False).unseen == (
         "extra",
     )
+
+
+def test_an_operator_that_is_worse_than_all_layers_is_said_so() -> None:
+    batches = sounds()
+    endings = []
+    for correct in (False, True):
+        model = Spectrum().eval()
+        torchq.quantize_(
+            model, target="onnxruntime", example=batches[0], progress=False
+        )
+        torchq.calibrate(model, batches, correct=correct, progress=False)
+        report = torchq.analysis.layer_errors(model, batches, progress=False)
+        endings.append(str(report))
+    # Calibration with a correction leaves it in float.
+    assert "an operator beside layers is worse" in endings[0]
+    assert "an operator beside layers is worse" not in endings[1]

@@ -27,9 +27,14 @@ from torchq.errors import CalibrationError
 from torchq.fusion.modules import is_layer
 from torchq.graph import Forward, call_model, floats_in, results_in
 from torchq.nn import TensorQuantizer, quantizing_only
+from torchq.nn.integer_kernel import kernels_off
+from torchq.swap import plan_of
+from torchq.workflow.two_versions import computing_alone_in_float
 
 #: Elements of one call whose codes are counted; more of them change little.
 _COUNTED = 1 << 16
+#: Operators beside layers are worse than these where they cost so many dB at the output.
+_WORSE = 3.0
 #: Of more layers, those are printed that cost the most.
 _SCREEN = 20
 
@@ -206,12 +211,17 @@ class LayerErrors:
         output_sqnr: signal to noise ratio of the outputs of the model, in dB.
         batches: how many were run.
         unseen: layers that no batch reached.
+        layers_alone: :attr:`output_sqnr` of the first batch with all operators beside layers, such
+            as additions, in float; None where there are none.
+        first_batch: the same with them quantized.
     """
 
     rows: tuple[LayerError, ...]
     output_sqnr: float
     batches: int
     unseen: tuple[str, ...] = ()
+    layers_alone: float | None = None
+    first_batch: float | None = None
 
     @property
     def worst(self) -> tuple[LayerError, ...]:
@@ -241,8 +251,22 @@ class LayerErrors:
                 f"NaN or infinity comes first from {broken.name or '(root)'}: look at its "
                 "weight, its bias and what it is given"
             )
+        ending += f"; {self._remark}" if self._remark else ""
         return ending + (
             f"; not reached: {', '.join(self.unseen)}" if self.unseen else ""
+        )
+
+    @property
+    def _remark(self) -> str:
+        """What no row shows: what operators beside layers cost at the output."""
+        alone, together = self.layers_alone, self.first_batch
+        if alone is None or together is None or not alone - together > _WORSE:
+            return ""
+        return (
+            "a row looks at its layer alone, and an operator beside layers is worse: with all "
+            f"of these in float the output of the first batch has {decibel_text(alone)} in "
+            f"place of {decibel_text(together)}. torchq.calibrate(model, batches) with its "
+            "correction leaves the worst in float; torchq.sensitivity ranks them"
         )
 
     def __str__(self) -> str:
@@ -434,6 +458,14 @@ class _Measurement:
         ]
         self.outputs: dict[int, Noise] = {}
         self.batches = 0
+        self.layers_alone: float | None = None
+        self.first_batch: float | None = None
+        self.operators = [
+            model.get_submodule(d.name)
+            for d in plan_of(model).replaced
+            if d.input is not None and d.weight is None
+        ]
+        self.model = model
 
     def run(self, call: Callable[[], Any]) -> None:
         """Run one batch: float, with each layer alone beside it, and then quantized."""
@@ -451,7 +483,23 @@ class _Measurement:
             self.outputs.setdefault(place, Noise()).add(value, reference)
         for record in self.records:
             record.expected.clear()
+        if self.operators and not self.batches:
+            start.restore()
+            self._look_beside_layers(call, quantized, expected)
         self.batches += 1
+
+    def _look_beside_layers(
+        self, call: Callable[[], Any], quantized: list[Tensor], expected: list[Tensor]
+    ) -> None:
+        """Run the first batch with the operators beside layers in float."""
+        with (
+            quantizing_only(self.known, self.known),
+            computing_alone_in_float(self.operators),
+            kernels_off(self.model),
+        ):
+            alone = results_in(call())
+        self.first_batch = _ratio(quantized, expected)
+        self.layers_alone = _ratio(alone, expected)
 
     def report(self) -> LayerErrors:
         """Return the rows."""
@@ -466,7 +514,19 @@ class _Measurement:
         output = mean_ratio(
             [(noise.signal, noise.noise) for noise in self.outputs.values()]
         )
-        return LayerErrors(rows, output, self.batches, unseen)
+        return LayerErrors(
+            rows, output, self.batches, unseen, self.layers_alone, self.first_batch
+        )
+
+
+def _ratio(results: list[Tensor], expected: list[Tensor]) -> float:
+    """Return the mean signal to noise ratio of results, in dB."""
+    noises = []
+    for result, reference in zip(results, expected, strict=False):
+        noise = Noise()
+        noise.add(result, reference)
+        noises.append((noise.signal, noise.noise))
+    return mean_ratio(noises)
 
 
 def _compared(value: object) -> list[Tensor]:

@@ -61,7 +61,11 @@ from torchq.workflow.runs import (
     NoiseSums,
     Runs,
 )
-from torchq.workflow.two_versions import float_call, forward_replaced
+from torchq.workflow.two_versions import (
+    computing_alone_in_float,
+    float_call,
+    forward_replaced,
+)
 
 #: Samples that operators are ranked on, the fewest and the most, and of how many batches.
 _SAMPLES = (2, 8)
@@ -398,15 +402,8 @@ def _run_with(
     model: nn.Module, sample: Sample, in_float: Iterable[nn.Module]
 ) -> list[Tensor]:
     """Run a quantized model with some operators in float."""
-    with ExitStack() as stack:
-        for module in in_float:
-            plain = partial(_in_float, module, module.forward)
-            stack.enter_context(forward_replaced(module, plain))
+    with computing_alone_in_float(in_float):
         return sample.call(model)
-
-
-def _in_float(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    return float_call(module, forward, args, kwargs)
 
 
 #: Noise at the outputs with some operators quantized, the others in float.

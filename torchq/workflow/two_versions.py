@@ -175,6 +175,23 @@ def float_call(
 
 
 @contextmanager
+def computing_alone_in_float(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let some modules of a quantized model compute in float, inside the ``with`` block.
+
+    Quantizers that they share with others quantize for those.
+    """
+    with ExitStack() as stack:
+        for module in modules:
+            plain = partial(_in_float, module, module.forward)
+            stack.enter_context(forward_replaced(module, plain))
+        yield
+
+
+def _in_float(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    return float_call(module, forward, args, kwargs)
+
+
+@contextmanager
 def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Let a module run another forward inside the ``with`` block, between its own hooks."""
     attributes = vars(module)
