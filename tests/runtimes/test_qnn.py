@@ -23,7 +23,7 @@ from torchq.errors import ConfigError, ExportError
 from torchq.onnx.ir import load_model, nodes_of
 from torchq.onnx.qdq import leads_only_to_quantizers
 from torchq.runtimes import Qnn
-from torchq.runtimes.qnn import compiling
+from torchq.runtimes.qnn import compiling, open_context
 from torchq.runtimes.qnn.passes import with_fixed_shapes
 from torchq.runtimes.qnn.session import compiled
 
@@ -277,6 +277,44 @@ def test_layers_in_float_are_listed_or_run_on_the_cpu() -> None:
         torchq.deploy(model, X, target="qnn", progress=False)
     partly = torchq.deploy(model, X, target=Qnn(partly=True), progress=False)
     assert partly(X).shape == (2, 5)
+
+
+def test_a_binary_that_is_a_file_gives_the_same_codes(
+    deployed: tuple[nn.Module, nn.Module], tmp_path: Path
+) -> None:
+    model, emulated = deployed
+    write = Qnn().writers()[".qnn"]
+    report = write(model, X, tmp_path / "model.qnn")
+    assert "a binary for SM8550, for x (2, 3, " in str(report)
+    run = open_context(report.path)
+    (result,) = run({"x": X})
+    assert torch.equal(result, emulated(X))
+
+
+def test_a_binary_that_is_none_is_one_named_error(tmp_path: Path) -> None:
+    if not Qnn().here:
+        pytest.skip("onnxruntime-qnn is not here")
+    with pytest.raises(ExportError, match=r"open_context: .*: No such file"):
+        open_context(tmp_path / "none.qnn")
+    (tmp_path / "other.qnn").write_bytes(b"no file")
+    with pytest.raises(ExportError, match=r"cannot be opened .* the ending \.qnn"):
+        open_context(tmp_path / "other.qnn")
+
+
+def test_a_refused_binary_leaves_the_file_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.qnn"
+    path.write_bytes(b"before")
+
+    def refuse(*args: Any, **kwargs: Any) -> bytes:
+        raise ExportError("the chip does not take it")
+
+    monkeypatch.setattr("torchq.runtimes.qnn.runtime.compiled", refuse)
+    monkeypatch.setattr(Qnn, "check", lambda self: None)
+    with pytest.raises(ExportError, match="does not take it"):
+        Qnn().writers()[".qnn"](quantized(), X, path)
+    assert path.read_bytes() == b"before"
 
 
 def test_a_forked_process_is_refused_and_does_not_hang(

@@ -28,7 +28,7 @@ from torchq.lowering.check import (
     norm,
 )
 from torchq.onnx.passes.convolutions import fit_biases
-from torchq.runtime import Codes, FileRules, Placement, PlanPass
+from torchq.runtime import Codes, FileRules, Placement, PlanPass, Writer
 from torchq.runtimes.checks import (
     ACTIVATIONS,
     AVG_POOLS,
@@ -43,6 +43,7 @@ from torchq.runtimes.file_engine import EngineModule
 from torchq.runtimes.interface import ReadGraph, Run, Shapes
 from torchq.runtimes.onnx_engine import OnnxEngine, file_of
 from torchq.runtimes.onnxruntime import inspect_onnx
+from torchq.runtimes.qnn.context import write_context
 from torchq.runtimes.qnn.passes import (
     quantize_before_activations,
     quantize_before_moves,
@@ -157,6 +158,11 @@ class Qnn(OnnxEngine):
             raise ConfigError(f"Qnn: got limit={self.limit}; expected seconds above 0")
         object.__setattr__(self, "soc", number)
 
+    def writers(self) -> Mapping[str, Writer]:
+        """See :meth:`torchq.runtimes.Runtime.writers`."""
+        chip = CHIPS[self.soc][0]
+        return {".qnn": partial(write_context, self, chip, self._compiled)}
+
     def check(self) -> None:
         """See :meth:`Engine.check`."""
         super().check()
@@ -208,11 +214,17 @@ class Qnn(OnnxEngine):
         return run
 
     def _session(self, graph: bytes) -> Session:
-        where = f"deploy: target {self.label!r}, {CHIPS[self.soc][0]}"
-        context = compiled(
-            graph, self.soc, partly=self.partly, limit=self.limit, where=where
+        return Session(self._compiled(graph), partly=self.partly)
+
+    def _compiled(self, graph: bytes) -> bytes:
+        """Return a file with the binary for the chip."""
+        return compiled(
+            graph,
+            self.soc,
+            partly=self.partly,
+            limit=self.limit,
+            where=f"{self._needed_by}, {CHIPS[self.soc][0]}",
         )
-        return Session(context, partly=self.partly)
 
     def integer_share(self, module: EngineModule) -> str:
         """See :meth:`FileEngine.integer_share`; it is that of the file."""
