@@ -145,7 +145,7 @@ class Runtime:
             nobody reaches were left float and before ranges are shared. See
             :mod:`torchq.swap.passes`.
         computes_floats: Its kernels compute in float what is not quantized, so that calibration may
-            leave operators beside layers so.
+            leave operators beside layers so, and planning the last layers of a detector.
         codes: The codes of activations that it has; None takes any.
         file: How ONNX files for it look; None leaves them plain.
         limits: Sentences about what it does not do, which nothing can see in a file.

@@ -203,3 +203,65 @@ def test_a_rule_of_the_user_counts() -> None:
     joined = Rule("quant_cat*", input=torchq.QuantDescriptor())
     found = in_float(Distances(), "openvino", joined)
     assert found and not any(name.startswith("quant_cat") for name in found)
+
+
+class Wide(nn.Module):
+    """A head whose last layers are a small part of the network's work."""
+
+    def __init__(self, kind: type[nn.Module] = Ssd) -> None:
+        super().__init__()
+        self.head = kind()
+        self.head.levels.stem = nn.Sequential(block(3, 256, 1), block(256, 8))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(x)
+
+
+def last_layers(model: nn.Module) -> set[str]:
+    names = [n for n, m in model.named_modules() if isinstance(m, nn.Conv2d)]
+    return {name for name in names if name.startswith(("head.boxes", "head.scores"))}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("cls", [Ssd, Distances])
+def test_last_bare_convolutions_of_a_detector_stay_float(
+    cls: type[nn.Module], target: str
+) -> None:
+    model = Wide(cls).eval()
+    plan = torchq.plan(model, target=target, example=X)
+    expected = last_layers(model)
+    assert {d.name for d in plan.skipped if d.name in expected} == expected
+    assert "of the multiply-adds" in plan.explain(min(expected))
+    # The layers in front of them run on integers still.
+    downs = [d for d in plan.replaced if d.name.startswith("head.levels.downs")]
+    assert downs and all(d.weight is not None for d in downs if "Conv" in d.cls)
+
+
+def test_last_layers_that_are_no_small_part_are_quantized() -> None:
+    plan = torchq.plan(Ssd().eval(), target="onnxruntime", example=X)
+    assert plan.decision("boxes.0").weight is not None
+
+
+def test_an_activation_makes_a_last_layer_no_bare_one() -> None:
+    model = Wide(OneHead).eval()
+    plan = torchq.plan(model, target="onnxruntime", example=X)
+    assert all(plan.decision(name).weight is not None for name in last_layers(model))
+
+
+@pytest.mark.parametrize("target", ["qnn", "rknn", None])
+def test_integer_chips_and_no_target_quantize_last_layers(target: str | None) -> None:
+    model = Wide().eval()
+    plan = torchq.plan(model, target=target, example=X)
+    assert all(plan.decision(name).weight is not None for name in last_layers(model))
+
+
+def test_a_rule_for_a_last_layer_counts() -> None:
+    rule: Any = Rule(
+        "head.boxes.*",
+        input=torchq.QuantDescriptor(),
+        weight=torchq.QuantDescriptor(axis=0),
+    )
+    config = torchq.recipes.int8().with_rules(rule)
+    plan = torchq.plan(Wide().eval(), config, target="onnxruntime", example=X)
+    assert plan.decision("head.boxes.0").weight is not None
+    assert plan.decision("head.scores.0").reason

@@ -57,6 +57,7 @@ CHIPS = tuple(
         recipe=partial(layers, name, input, weight, per_channel),
         adapting=() if per_channel else (_ONE_SCALE,),
         versions="PPQ 0.6.6",
+        computes_floats=False,
     )
     for name, input, weight, per_channel in _ROWS
 )

@@ -75,6 +75,7 @@ class Facts:
         mains: path of an addition -> the operand (0 or 1) that comes straight from a layer.
         operators: kinds of operators that the target quantizes.
         codes: the codes of activations that the target has; None for any.
+        computes_floats: the target has float kernels too; False without a target.
         inputs: path of a module with quantizers -> the paths of those of its inputs; None stands
             for a slot without one.
         descriptors: path of a quantizer -> how it quantizes.
@@ -95,6 +96,7 @@ class Facts:
     mains: Mapping[str, int] = field(default_factory=dict)
     operators: frozenset[str] = frozenset()
     codes: Codes | None = None
+    computes_floats: bool = False
     inputs: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
     descriptors: Mapping[str, QuantDescriptor] = field(default_factory=dict)
     modes: Mapping[str, str] = field(default_factory=dict)
@@ -120,7 +122,8 @@ class Facts:
             if runtime.placement is None
             else runtime.placement.operators
         )
-        return cls(modules, mains, kinds, runtime.codes)
+        computes_floats = runtime.plans and runtime.computes_floats
+        return cls(modules, mains, kinds, runtime.codes, computes_floats)
 
     def converted(self, model: nn.Module, plan: Plan, example: Any = None) -> Facts:
         """Let ``model`` be quantized as ``plan`` says for a while, and run it once in float."""

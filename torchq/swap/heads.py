@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from torchq.graph import Call, Flow, effects_of, operator_named, operator_of
+from torchq.nn import Cat
 from torchq.swap.facts import Facts
 from torchq.swap.plan import Plan
 
@@ -111,3 +112,91 @@ def heads_in_float(plan: Plan, facts: Facts) -> Plan:
         d.name for d in plan.replaced if d.by.startswith("type:") and not d.is_container
     }
     return plan.in_float(dict.fromkeys(sorted(behind & movable), _REASON), BY)
+
+
+#: The largest part of the multiply-adds that the last layers of a detector stay float for.
+_SMALL = 0.03
+
+
+def bare_last_layers(flow: Flow) -> frozenset[str]:
+    """Return the paths of a detector's last layers whose results only move to its outputs.
+
+    These are the convolutions of :func:`behind_last_layers` that reshapes and concatenations alone
+    read: no norm and no activation stands behind them. Detectors made of transformers have linear
+    layers there, two or more of which are joined.
+    """
+    precedes = _precedes_layers(flow)
+    last = [c for c in flow.calls if _is_layer(flow, c) and c.index not in precedes]
+    is_detector = bool(behind_last_layers(flow)) or _joins_rows(flow, last)
+    if not is_detector:
+        return frozenset()
+    bare: set[str] = set()
+    others = {call.name for call in flow.calls if call not in last}
+    for call in last:
+        is_plain = isinstance(call.module, (_ConvNd, nn.Linear))
+        readers = flow.consumers(call)
+        if is_plain and readers and all(map(_arranges, readers)):
+            bare.add(call.name)
+        else:
+            others.add(call.name)
+    return frozenset(bare - others)
+
+
+def _joins_rows(flow: Flow, last: list[Call]) -> bool:
+    """Return True if rows of two last linear layers end in one concatenation."""
+    sources: dict[int, set[str]] = {
+        call.index: {call.name}
+        for call in last
+        if isinstance(call.module, nn.Linear)
+        and call.shape is not None
+        and len(call.shape) >= _ROWS
+    }
+    for call in flow.calls:
+        names = {name for i in call.inputs for name in sources.get(i, ())}
+        if names and call.index not in sources:
+            sources[call.index] = names
+            if len(names) > 1 and _is_cat(call):
+                return True
+    return False
+
+
+def _is_cat(call: Call) -> bool:
+    if call.module is not None:
+        return isinstance(call.module, Cat)
+    row = operator_named(call.name)
+    return row is not None and row.name == "cat"
+
+
+def _arranges(call: Call) -> bool:
+    """Return True for a reshape, and for a concatenation."""
+    if call.module is not None:
+        return isinstance(call.module, nn.Flatten) or _is_cat(call)
+    return "move" in effects_of(call.name) or _is_cat(call) or call.name == "stack"
+
+
+def last_layers_in_float(plan: Plan, facts: Facts) -> Plan:
+    """Leave the last bare layers of a detector in float, where they are a small part of its work.
+
+    A rounded weight moves every box, and every score, of a class; that of other layers is one of
+    many. So do the makers of detectors: most of the accuracy for a small part of the time. What a
+    rule selects by other means than the type is left alone, and so are targets without float
+    kernels.
+
+    Before: the last layers are quantized like others. After: they are float, if all of them
+    together have at most 3 % of the multiply-adds.
+    """
+    if facts.flow is None or not facts.computes_floats or plan.work is None:
+        return plan
+    last = bare_last_layers(facts.flow)
+    movable = [d for d in plan.replaced if d.by.startswith("type:") and d.name in last]
+    amounts = plan.work.amounts
+    part = sum(amounts.get(d.name, 0.0) for d in movable) / max(
+        1.0, sum(amounts.values())
+    )
+    if not movable or part > _SMALL:
+        return plan
+    reason = (
+        f"a detector's boxes or scores are its results, for {part:.1%} of the multiply-adds with "
+        "the other last layers; a rule that names it quantizes it"
+    )
+    return plan.in_float({d.name: reason for d in movable}, BY)

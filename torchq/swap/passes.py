@@ -24,7 +24,12 @@ from torchq.nn import (
 from torchq.runtime import PlanPass, Runtime
 from torchq.swap.facts import Facts, Value
 from torchq.swap.grids import has_choice, in_codes, in_file
-from torchq.swap.heads import behind_last_layers, heads_in_float
+from torchq.swap.heads import (
+    BY,
+    behind_last_layers,
+    heads_in_float,
+    last_layers_in_float,
+)
 from torchq.swap.plan import ALREADY, Decision, Plan, canonical_groups
 
 _MOVING_MODULES = (nn.Identity, nn.Dropout, nn.Flatten, nn.Unflatten)
@@ -87,6 +92,11 @@ class View:
     def is_float_layer(self, call: Call) -> bool:
         """Return True for a layer with weights that is not quantized."""
         return isinstance(call.module, LAYERS) and not self.is_quantized(call)
+
+    def is_last_layer(self, call: Call) -> bool:
+        """Return True for a layer of a detector's head that stays float for its results."""
+        decision = self._plan.decision(self.path(call))
+        return decision is not None and decision.by == BY and self.is_float_layer(call)
 
     def moves_elements(self, call: Call) -> bool:
         """Return True for a call that rearranges the elements of a tensor, or returns it."""
@@ -381,7 +391,10 @@ class _Readers:
         for reader in self._flow.consumers(call):
             if self._view.quantizes(reader):
                 continue
-            if self._view.is_float_layer(reader) or reader.index in self._view.head:
+            if self._view.is_last_layer(reader):
+                # The layer in front of it runs on integers, which wants its result quantized.
+                self.in_float = True
+            elif self._view.is_float_layer(reader) or reader.index in self._view.head:
                 self.returned = True
             elif clips(reader):
                 self._follow(reader, moved=moved, activated=True)
@@ -623,7 +636,12 @@ def results_behind_norms(plan: Plan, facts: Facts) -> Plan:
 
 
 #: What becomes of a plan for any target, before the passes of the target and behind them.
-BEFORE_TARGET: tuple[PlanPass, ...] = (switches, drop_unreached, heads_in_float)
+BEFORE_TARGET: tuple[PlanPass, ...] = (
+    switches,
+    drop_unreached,
+    heads_in_float,
+    last_layers_in_float,
+)
 BEHIND_TARGET: tuple[PlanPass, ...] = (
     share_ranges,
     choose_grids,
