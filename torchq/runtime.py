@@ -106,6 +106,22 @@ class Arithmetic(Protocol):
         It gives the codes of their mean over a whole image.
         """
 
+    def averages_windows(
+        self, of: QParams, to: QParams, area: int
+    ) -> Callable[[Tensor], Tensor]:
+        """Return the function of exact sums over windows, in place, that gives values of means.
+
+        Windows of ``area`` elements each; the values are those of codes.
+        """
+
+    def multiplies(
+        self, first: QParams, second: QParams, to: QParams
+    ) -> Callable[[Tensor], Tensor]:
+        """Return the function of products of two codes, in place, that gives codes of values."""
+
+    def sigmoid(self, of: QParams, to: QParams) -> Tensor:
+        """Return the code of the sigmoid of each code, the smallest first."""
+
 
 @dataclass(frozen=True)
 class FileRules:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 import torchq
 from tests.models import Parts
+from torchq.formats import UINT8
+from torchq.functional import QParams
 from torchq.functional.kernels import tiled
 from torchq.nn import QuantAdd
 from torchq.nn.integer_kernel import IntegerKernel
@@ -441,6 +443,45 @@ def test_sums_of_codes_are_rounded_as_a_kernel_does() -> None:
     other_order = (codes.double() * ratio_b)[None] + first[:, None]
     differs = found != other_order.float().round().clamp(0, 255)
     assert differs.nonzero().tolist() == [[131, 195]]
+
+
+def test_products_of_codes_are_rounded_as_a_kernel_does() -> None:
+    """All pairs of codes: the zero point is added before rounding, which turns ties over."""
+    runtime = torchq.runtimes.RUNTIMES["onnxruntime"]
+    assert runtime.arithmetic is not None
+    a, b, c = (
+        QParams(torch.tensor(scale), torch.tensor(point), UINT8)
+        for scale, point in [(0.5, 3), (0.25, 128), (0.5, 101)]
+    )
+    products = torch.arange(-3.0, 253)[:, None] * torch.arange(-128.0, 128)
+    found = runtime.arithmetic.multiplies(a, b, c)(products.clone())
+    exact = products.double() * 0.25
+    assert torch.equal(found, (exact + 101).round() - 101)
+    assert not torch.equal(found, exact.round().float())  # every tie differs
+
+
+def test_sigmoids_are_looked_up_as_a_kernel_does() -> None:
+    """Against the definition in float64; of this grid one code is at a tie, where torch differs."""
+    runtime = torchq.runtimes.RUNTIMES["onnxruntime"]
+    assert runtime.arithmetic is not None
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Sigmoid(), nn.Conv2d(8, 4, 1)).eval()
+    x = images()
+    torchq.quantize_(model, target="onnxruntime", example=x, progress=False)
+    torchq.calibrate(model, [x], correct=False, progress=False)
+    layer: Any = model[1]
+    assert layer.rounded_by == "2.input_quantizer"
+    grid, to = layer.input_quantizer.qparams(), model[2].input_quantizer.qparams()
+    table = runtime.arithmetic.sigmoid(grid, to)
+    codes = torch.arange(256) - grid.zero_point
+    exact = (codes.double() * float(grid.scale)).sigmoid() / float(to.scale)
+    away = ((exact % 1) - 0.5).abs() > 1e-4
+    expected = exact.round() + to.zero_point
+    assert int(away.sum()) > 250
+    assert torch.equal(
+        (table + to.zero_point)[away], expected[away].clamp(0, 255).float()
+    )
+    values = codes.float() * grid.scale
+    assert torch.equal(evaluated(layer, values), table * to.scale)
 
 
 def test_sums_are_scaled_in_one_product() -> None:

@@ -98,6 +98,27 @@ class Kinds(nn.Module):
         return self.head(self.hidden(x).relu())
 
 
+class Gates(nn.Module):
+    """SiLU, gates of channels and of elements, and averages over windows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.silu = nn.Conv2d(3, 24, 3, padding=1), nn.SiLU()
+        self.pool = nn.AvgPool2d(3, 2, padding=1)
+        self.squeeze, self.sigmoid = nn.AdaptiveAvgPool2d(1), nn.Sigmoid()
+        self.gate = nn.Conv2d(24, 24, 1)
+        self.left, self.right = nn.Conv2d(24, 16, 1), nn.Conv2d(24, 16, 1)
+        self.windows = nn.AvgPool2d((2, 3), ceil_mode=True)
+        self.last = nn.Conv2d(16, 8, 1)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pool(self.silu(self.stem(x)))
+        x = self.sigmoid(self.gate(self.squeeze(x))) * x
+        x = self.windows(self.left(x) * self.right(x))
+        return self.head(self.last(x).relu().amax((2, 3)))
+
+
 #: Codes of 4 bits are clipped first in files, which leaves the convolution in front in float.
 ON_INTEGERS = {
     "int8": RECIPES["int8"],
@@ -107,7 +128,7 @@ ON_INTEGERS = {
 
 
 @pytest.mark.parametrize("recipe", ON_INTEGERS)
-@pytest.mark.parametrize("network", [Residual, Kinds])
+@pytest.mark.parametrize("network", [Residual, Kinds, Gates])
 def test_results_are_those_of_a_session_bit_for_bit(
     network: type[nn.Module], recipe: str, path: Path
 ) -> None:
@@ -122,6 +143,22 @@ def test_results_are_those_of_a_session_bit_for_bit(
     with torch.no_grad():
         assert torch.equal(model(x), expected)
         assert torch.equal(model(x[:5]), expected[:5])
+
+
+def test_the_plan_gives_operators_without_weights_to_integer_kernels() -> None:
+    model, x = Gates().eval(), torch.randn(2, 3, 12, 12)
+    plan = torchq.plan(model, target="onnxruntime", example=x)
+    rounded = {d.name: d.rounded_by for d in plan.replaced if d.weight is None}
+    assert rounded == {
+        "silu": "pool.input_quantizer",
+        "pool": rounded["pool"],
+        "squeeze": "gate.input_quantizer",
+        "sigmoid": "quant_mul.input_quantizer",
+        "quant_mul": rounded["quant_mul"],
+        "quant_mul_1": "windows.input_quantizer",
+        "windows": "last.input_quantizer",
+    }
+    assert rounded["pool"] and rounded["quant_mul"]
 
 
 def test_means_of_images_at_ties_are_those_of_a_session(path: Path) -> None:

@@ -20,13 +20,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from torchq.formats import IntFormat
-from torchq.functional import CodeGrid
+from torchq.functional import CodeGrid, QParams
 from torchq.functional.kernels.tiled import tiles
 from torchq.nn.integer_bias import kernel_bias, raises_step
 from torchq.nn.kept_numbers import KeptNumbers, are_plain_numbers
@@ -34,6 +34,7 @@ from torchq.nn.tensor_quantizer import TensorQuantizer
 from torchq.nn.weight_grid import scale_weight_
 from torchq.runtime import RUNTIMES, Arithmetic
 
+T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
 #: Whole numbers below are exact in float32, and so are all of their sums below.
@@ -97,25 +98,13 @@ class IntegerKernel:
 
         return self._numbers.get(settings, tensors, made)
 
-    def adds(
-        self, grids: tuple[CodeGrid, ...]
-    ) -> Callable[[Tensor, Tensor], Tensor] | None:
-        """Return the function of codes of the first two grids that gives those of the third."""
-        first, second, to = (grid.qparams for grid in grids)
-        add: Callable[[Tensor, Tensor], Tensor] | None
-        add = self.kept(
-            grids, (), lambda arithmetic: arithmetic.adds(first, second, to)
+    def of_grids(self, grids: tuple[CodeGrid, ...], make: Callable[..., T]) -> T | None:
+        """Return ``make(arithmetic, *qparams)``, kept as long as the grids stay the same."""
+        qparams = [grid.qparams for grid in grids]
+        made: T | None = self.kept(
+            grids, (), lambda arithmetic: make(arithmetic, *qparams)
         )
-        return add
-
-    def averages(
-        self, grids: tuple[CodeGrid, ...]
-    ) -> Callable[[Tensor, int], Tensor] | None:
-        """Return the function of sums of codes of the first grid that gives codes of the second."""
-        of, to = (grid.qparams for grid in grids)
-        average: Callable[[Tensor, int], Tensor] | None
-        average = self.kept(grids, (), lambda arithmetic: arithmetic.averages(of, to))
-        return average
+        return made
 
 
 @contextmanager
@@ -466,7 +455,7 @@ def _parts(weight: Tensor, bias: Tensor | None, grid: CodeGrid) -> tuple[Tensor,
     return tuple(part.contiguous() for part in weight.split(sizes, 1))
 
 
-# --- sums of two tensors ------------------------------------------------------------------------
+# --- two tensors --------------------------------------------------------------------------------
 
 
 def integer_sum(layer: Any, first: Any, second: Any) -> Tensor | None:
@@ -475,19 +464,14 @@ def integer_sum(layer: Any, first: Any, second: Any) -> Tensor | None:
     Returns:
         Values of codes, not clamped to the ends of their type; None where the layer simulates.
     """
-    kernel: IntegerKernel | None = layer.integer_kernel
-    if kernel is None or not layer.rounded_by or layer.training:
+    pair = _pair_of_codes(layer, first, second)
+    if pair is None or first.shape != second.shape:
         return None
-    are_alike = are_plain_numbers(first) and are_plain_numbers(second)
-    if not are_alike or first.shape != second.shape:
+    kernel, grids = pair
+    add = kernel.of_grids(grids, lambda arithmetic, *ends: arithmetic.adds(*ends))
+    if add is None:
         return None
-    of_first, of_second = layer.input_quantizer, layer.other_quantizer
-    grids = _grids(of_first, of_second, kernel.result)
-    add = None if grids is None else kernel.adds(grids)
-    if grids is None or add is None:
-        return None
-    x = _codes(of_first, grids[0], first)
-    y = _codes(of_second, grids[1], second)
+    x, y = _codes_of_pair(layer, grids, first, second)
     if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
         return _values(x, grids[0]) + _values(y, grids[1])
     for part, other in tiles(x, y):
@@ -495,7 +479,55 @@ def integer_sum(layer: Any, first: Any, second: Any) -> Tensor | None:
     return x
 
 
-# --- means over whole images --------------------------------------------------------------------
+def integer_multiplication(layer: Any, first: Any, second: Any) -> Tensor | None:
+    """Return the product of two tensors, element by element; see :func:`integer_sum`."""
+    pair = _pair_of_codes(layer, first, second)
+    if pair is None:
+        return None
+    kernel, grids = pair
+    scaled = kernel.of_grids(
+        grids, lambda arithmetic, *ends: arithmetic.multiplies(*ends)
+    )
+    if scaled is None:
+        return None
+    x, y = _codes_of_pair(layer, grids, first, second)
+    if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
+        return _values(x, grids[0]) * _values(y, grids[1])
+    products = x.mul_(y) if x.shape == y.shape else x * y
+    return _in_tiles(products, scaled, grids[2])
+
+
+def _pair_of_codes(
+    layer: Any, first: Any, second: Any
+) -> tuple[IntegerKernel, tuple[CodeGrid, ...]] | None:
+    """Return the kernel of two tensors, and the grids of both and of the result."""
+    kernel: IntegerKernel | None = layer.integer_kernel
+    if kernel is None or not layer.rounded_by or layer.training:
+        return None
+    if not (are_plain_numbers(first) and are_plain_numbers(second)):
+        return None
+    grids = _grids(layer.input_quantizer, layer.other_quantizer, kernel.result)
+    return None if grids is None else (kernel, grids)
+
+
+def _codes_of_pair(
+    layer: Any, grids: tuple[CodeGrid, ...], first: Tensor, second: Tensor
+) -> tuple[Tensor | _OffTheGrid, Tensor | _OffTheGrid]:
+    x = _codes(layer.input_quantizer, grids[0], first)
+    y = _codes(layer.other_quantizer, grids[1], second)
+    return x, y
+
+
+def _in_tiles(
+    numbers: Tensor, to_codes: Callable[[Tensor], Tensor], grid: CodeGrid
+) -> Tensor:
+    """Return the values of the codes that a function makes of whole numbers, both in place."""
+    for (part,) in tiles(numbers):
+        to_codes(part).mul_(grid.scale)
+    return numbers
+
+
+# --- functions of one tensor --------------------------------------------------------------------
 
 
 def integer_mean(layer: Any, x: Any) -> Tensor | None:
@@ -504,17 +536,14 @@ def integer_mean(layer: Any, x: Any) -> Tensor | None:
     Returns:
         Values of codes, not clamped to the ends of their type; None where the layer simulates.
     """
-    kernel: IntegerKernel | None = layer.integer_kernel
-    if (
-        kernel is None
-        or not layer.rounded_by
-        or layer.training
-        or not are_plain_numbers(x)
-    ):
+    one = _one_of_codes(layer, x)
+    if one is None or x.dim() != _IMAGE_DIMS:
         return None
-    grids = _grids(layer.input_quantizer, kernel.result)
-    average = None if grids is None else kernel.averages(grids)
-    if grids is None or average is None or x.dim() != _IMAGE_DIMS:
+    kernel, grids = one
+    average = kernel.of_grids(
+        grids, lambda arithmetic, *ends: arithmetic.averages(*ends)
+    )
+    if average is None:
         return None
     codes = _codes(layer.input_quantizer, grids[0], x)
     if not isinstance(codes, Tensor):
@@ -524,6 +553,97 @@ def integer_mean(layer: Any, x: Any) -> Tensor | None:
     dtype = torch.float32 if count * grids[0].largest < _EXACT else torch.float64
     sums = codes.sum((2, 3), keepdim=True, dtype=dtype).float()
     return average(sums, count).mul_(grids[1].scale)
+
+
+def integer_window_means(
+    layer: Any, x: Any, area: int, add: Callable[[Tensor], Tensor]
+) -> Tensor | None:
+    """Return the mean of each window of ``area`` elements; see :func:`integer_mean`.
+
+    Args:
+        layer: an average pool whose windows all have this area.
+        x: its input.
+        area: the number of elements of a window.
+        add: returns the sums of all windows.
+    """
+    one = _one_of_codes(layer, x)
+    if one is None:
+        return None
+    kernel, grids = one
+    if area * grids[0].largest >= _EXACT:
+        return None
+    average = kernel.of_grids(
+        grids, lambda arithmetic, *ends: arithmetic.averages_windows(*ends, area)
+    )
+    if average is None:
+        return None
+    codes = _codes(layer.input_quantizer, grids[0], x)
+    if not isinstance(codes, Tensor):
+        return add(codes.values) / area
+    return average(add(codes))
+
+
+def integer_sigmoid(layer: Any, x: Any) -> Tensor | None:
+    """Return the sigmoid of a tensor; see :func:`integer_mean`."""
+    one = _one_of_codes(layer, x)
+    if one is None:
+        return None
+    kernel, grids = one
+    table = kernel.of_grids(grids, lambda arithmetic, *ends: arithmetic.sigmoid(*ends))
+    if table is None:
+        return None
+    codes = _codes(layer.input_quantizer, grids[0], x)
+    if not isinstance(codes, Tensor):
+        return codes.values.sigmoid()
+    return _looked_up(codes, table, grids[0]).mul_(grids[1].scale)
+
+
+def integer_gated(layer: Any, x: Any) -> Tensor | None:
+    """Return ``x * gate(sigmoid(x))``, both rounded to codes; see :func:`integer_mean`."""
+    kernel: IntegerKernel | None = layer.integer_kernel
+    if kernel is None or not layer.rounded_by or layer.training:
+        return None
+    of_input, of_gate = layer.input_quantizer, layer.gate_quantizer
+    if not are_plain_numbers(x) or _is_watched(of_gate):
+        return None
+    grids = _grids(of_input, of_gate, kernel.result)
+    formulas = None if grids is None else kernel.of_grids(grids, _gate_formulas)
+    if grids is None or formulas is None:
+        return None
+    codes = _codes(of_input, grids[0], x)
+    if not isinstance(codes, Tensor):
+        return codes.values * of_gate(codes.values.sigmoid())
+    table, scaled = formulas
+    gates = _looked_up(codes, table, grids[0])
+    return _in_tiles(gates.mul_(codes), scaled, grids[2])
+
+
+def _gate_formulas(
+    arithmetic: Arithmetic, of: QParams, gate: QParams, to: QParams
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    return arithmetic.sigmoid(of, gate), arithmetic.multiplies(of, gate, to)
+
+
+def _looked_up(codes: Tensor, table: Tensor, of: CodeGrid) -> Tensor:
+    """Return what a table has for each code; both are less their zero points."""
+    result = torch.empty_like(codes)
+    for part, codes_part in tiles(result, codes):
+        places = (codes_part - of.low).to(torch.int32).flatten()
+        part.copy_(table.index_select(0, places).view(part.shape))
+    return result
+
+
+def _one_of_codes(
+    layer: Any, x: Any
+) -> tuple[IntegerKernel, tuple[CodeGrid, ...]] | None:
+    """Return the kernel of one tensor, and the grids of it and of the result."""
+    kernel: IntegerKernel | None = layer.integer_kernel
+    if kernel is None or not layer.rounded_by or layer.training:
+        return None
+    if not are_plain_numbers(x):
+        return None
+    grids = _grids(layer.input_quantizer, kernel.result)
+    return None if grids is None else (kernel, grids)
 
 
 def _grids(*quantizers: Any) -> tuple[CodeGrid, ...] | None:

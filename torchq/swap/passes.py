@@ -20,6 +20,7 @@ from torchq.graph.operators import CONVOLUTIONS, LAYERS
 from torchq.graph.values import adds_zeros
 from torchq.nn import (
     Add,
+    Mul,
 )
 from torchq.runtime import PlanPass, Runtime
 from torchq.swap.facts import Facts, Value
@@ -486,7 +487,7 @@ def integer_biases(plan: Plan, facts: Facts) -> Plan:
     results = _Results(plan, facts)
     calls: dict[str, list[Call]] = {}
     for call in filter(view.is_quantized, view.flow.calls):
-        is_operator = isinstance(call.module, Add) or _averages_images(call)
+        is_operator = isinstance(call.module, _ON_INTEGERS) or _averages_images(call)
         if is_operator or (isinstance(call.module, LAYERS) and not call.functional):
             calls.setdefault(call.name, []).append(call)
     rows = []
@@ -499,6 +500,10 @@ def integer_biases(plan: Plan, facts: Facts) -> Plan:
             d = replace(d, bias=bias, rounded_by=one, awaits_fold=d.name in facts.norms)
         rows.append(d)
     return replace(plan, decisions=tuple(rows))
+
+
+#: Modules without a weight that integer kernels compute, beside means over images.
+_ON_INTEGERS = (Add, Mul, nn.AvgPool2d, nn.Sigmoid, nn.SiLU)
 
 
 def _averages_images(call: Call) -> bool:

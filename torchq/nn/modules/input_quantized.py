@@ -5,15 +5,25 @@ runtimes need to keep that layer on integers.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchq.descriptor import QuantDescriptor
 from torchq.nn.convert import QuantModule, register
-from torchq.nn.integer_kernel import integer_mean
+from torchq.nn.integer_kernel import (
+    integer_gated,
+    integer_mean,
+    integer_sigmoid,
+    integer_window_means,
+)
+from torchq.nn.kept_numbers import are_plain_numbers
 from torchq.nn.tensor_quantizer import TensorQuantizer
+
+_IMAGE_DIMS = 4
 
 
 class InputQuantized(QuantModule):
@@ -35,6 +45,60 @@ class AveragingQuantized(InputQuantized):
         return super().forward(input) if result is None else result
 
 
+class WindowsAveraged(InputQuantized):
+    """Base of the average pool of images, whose windows an integer kernel may compute."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the averages of the quantized input."""
+        result = None
+        pool: Any = self
+        if are_plain_numbers(input) and _has_equal_windows(pool, input):
+            size = _pair(pool.kernel_size)
+            add = partial(_window_sums, pool)
+            result = integer_window_means(self, input, size[0] * size[1], add)
+        return super().forward(input) if result is None else result
+
+
+def _has_equal_windows(pool: Any, x: Tensor) -> bool:
+    """Return True if every result is a sum over a whole window, divided by its area."""
+    if x.dim() != _IMAGE_DIMS or pool.divisor_override:
+        return False
+    padding = _pair(pool.padding)
+    if any(padding) and not pool.count_include_pad:
+        return False
+    # The last window may stand over the edge, unless the others fill the image.
+    return not pool.ceil_mode or all(
+        (length + 2 * pad - size) % stride == 0
+        for length, pad, size, stride in zip(
+            x.shape[2:],
+            padding,
+            _pair(pool.kernel_size),
+            _pair(pool.stride),
+            strict=True,
+        )
+    )
+
+
+def _window_sums(pool: Any, x: Tensor) -> Tensor:
+    # Divided by 1, averages are sums.
+    return F.avg_pool2d(
+        x, pool.kernel_size, pool.stride, pool.padding, divisor_override=1
+    )
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value, value)
+
+
+class SigmoidQuantized(InputQuantized):
+    """Base of the sigmoid, which an integer kernel may look up in a table."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the sigmoid of the quantized input."""
+        result = integer_sigmoid(self, input)
+        return super().forward(input) if result is None else result
+
+
 def _twin(
     float_class: type[nn.Module], base: type[InputQuantized] = InputQuantized
 ) -> type[InputQuantized]:
@@ -49,7 +113,7 @@ QuantMaxPool1d = _twin(nn.MaxPool1d)
 QuantMaxPool2d = _twin(nn.MaxPool2d)
 QuantMaxPool3d = _twin(nn.MaxPool3d)
 QuantAvgPool1d = _twin(nn.AvgPool1d)
-QuantAvgPool2d = _twin(nn.AvgPool2d)
+QuantAvgPool2d = _twin(nn.AvgPool2d, WindowsAveraged)
 QuantAvgPool3d = _twin(nn.AvgPool3d)
 QuantAdaptiveAvgPool1d = _twin(nn.AdaptiveAvgPool1d)
 QuantAdaptiveAvgPool2d = _twin(nn.AdaptiveAvgPool2d, AveragingQuantized)
@@ -62,7 +126,7 @@ QuantHardsigmoid = _twin(nn.Hardsigmoid)
 QuantHardswish = _twin(nn.Hardswish)
 QuantLeakyReLU = _twin(nn.LeakyReLU)
 QuantMish = _twin(nn.Mish)
-QuantSigmoid = _twin(nn.Sigmoid)
+QuantSigmoid = _twin(nn.Sigmoid, SigmoidQuantized)
 
 
 @register(nn.Identity)
@@ -109,5 +173,8 @@ class QuantSiLU(InputQuantized, nn.SiLU):
         gate = self.gate_quantizer
         if not isinstance(gate, TensorQuantizer) or gate.mode == "off":
             return super().forward(input)
+        result = integer_gated(self, input)
+        if result is not None:
+            return result
         x = self.input_quantizer(input)
         return x * gate(torch.sigmoid(x))

@@ -17,7 +17,7 @@ from torchq.errors import QuantizationError
 from torchq.graph import KINDS
 from torchq.graph import OPERATORS as ROWS
 from torchq.nn.convert import QuantModule, float_class_of, register
-from torchq.nn.integer_kernel import integer_sum
+from torchq.nn.integer_kernel import integer_multiplication, integer_sum
 from torchq.nn.modules.input_quantized import InputQuantized
 from torchq.nn.tensor_quantizer import TensorQuantizer
 
@@ -197,6 +197,11 @@ class QuantAdd(QuantBinary, Add):
 @register(Mul)
 class QuantMul(QuantBinary, Mul):
     """:class:`Mul` of quantized operands, each with its own range."""
+
+    def forward(self, input: Any, other: Any) -> Tensor:
+        """Return the product of the quantized operands."""
+        result = integer_multiplication(self, input, other)
+        return super().forward(input, other) if result is None else result
 
 
 @register(MatMul)
