@@ -570,6 +570,28 @@ def evaluation(measured: Measured) -> str:
     return markdown(("network", "equal to the last bit", "to 1e-4", "time"), rows)
 
 
+def forwards(measured: Measured) -> str:
+    """Time of quantized forwards and steps over the same in float, by the size of the batch."""
+    by_case: dict[tuple[str, str, int], dict[str, float]] = {}
+    for row in measured.all("forwards"):
+        case = row["network"], row["what"], row["batch"]
+        by_case.setdefault(case, {})[row["candidate"]] = row["ratio"]
+    rows = []
+    for (network, what, batch), ratios in by_case.items():
+        tools = ("torchq", "simulated", "aten")
+        cells = (f"{ratios[tool]:.2f}" if tool in ratios else "" for tool in tools)
+        rows.append((network, what, str(batch), *cells))
+    header = (
+        "network",
+        "what",
+        "images",
+        "torchq",
+        "simulated",
+        "torch's own operators",
+    )
+    return markdown(header, rows)
+
+
 TABLES: dict[str, Callable[[Measured], str]] = {
     table.__name__: table
     for table in (
@@ -585,6 +607,7 @@ TABLES: dict[str, Callable[[Measured], str]] = {
             agreement,
             codes,
             evaluation,
+            forwards,
         ),
         snapdragon,
     )

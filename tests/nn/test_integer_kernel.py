@@ -384,6 +384,16 @@ def test_a_kernel_that_is_not_exact_is_noticed_and_gone_around(
     assert calls == 3 * [torch.float32]
 
 
+@pytest.mark.filterwarnings("ignore:TF32 acceleration:UserWarning")
+def test_kernels_other_than_those_of_onednn_give_the_same_bits() -> None:
+    """Without oneDNN, torch takes Winograd's kernel of NNPACK for 16 images, where it has one."""
+    model, x = block(), images(20)
+    expected = evaluated(model, x)
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert torch.equal(evaluated(model, x), expected)
+        assert torch.equal(evaluated(model, x[:4]), expected[:4])
+
+
 @pytest.mark.parametrize("features", [700, 1400, 3000])
 def test_sums_too_large_for_float32_are_added_in_parts(features: int) -> None:
     """With all products near 255 * 127, 518 of them pass 2**24."""
