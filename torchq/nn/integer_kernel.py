@@ -32,7 +32,7 @@ from torchq.nn.integer_bias import kernel_bias, raises_step
 from torchq.nn.kept_numbers import KeptNumbers, are_plain_numbers
 from torchq.nn.tensor_quantizer import TensorQuantizer
 from torchq.nn.weight_grid import scale_weight_
-from torchq.runtime import RUNTIMES, Arithmetic
+from torchq.runtime import RUNTIMES, Arithmetic, planned_target
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ def evaluation_line(runtime: str, *, on_integers: bool) -> str:
 
 
 def evaluation_of(model: nn.Module) -> str:
-    """Return :func:`evaluation_line` of a model; "" where no layer was given to a kernel."""
+    """Return :func:`evaluation_line` of a model; "" where it was planned for no runtime."""
     is_rounded: dict[str, bool] = {}
     for module in model.modules():
         kernel = getattr(module, "integer_kernel", None)
@@ -141,6 +141,9 @@ def evaluation_of(model: nn.Module) -> str:
             is_rounded[kernel.runtime] = before or bool(
                 getattr(module, "rounded_by", "")
             )
+    target = planned_target(model)
+    if not is_rounded and target is not None:
+        is_rounded[target] = False
     lines = (
         evaluation_line(name, on_integers=rounded)
         for name, rounded in is_rounded.items()

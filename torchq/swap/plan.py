@@ -446,9 +446,10 @@ class Plan:
     def _evaluation(self) -> str:
         """Return whether a forward without gradients computes what the target does."""
         runtime = runtime_with(self.target, self.settings)
-        if runtime is None or runtime.arithmetic is None:
+        if runtime is None:
             return ""
-        on_integers = any(d.rounded_by for d in self.replaced)
+        is_rounded = any(d.rounded_by for d in self.replaced)
+        on_integers = is_rounded and runtime.arithmetic is not None
         return f"; {evaluation_line(runtime.name, on_integers=on_integers)}"
 
     def _doubt(self) -> str:
