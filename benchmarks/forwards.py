@@ -1,9 +1,9 @@
 """A quantized forward over the same in float: evaluation and steps of training, few images or many.
 
 ``torchq`` is quantized for onnxruntime and calibrated; in eval mode and without gradients it
-computes the codes of the runtime. ``simulated`` is the same model with gradients enabled, which
-simulates. ``aten`` is a parametrization and a hook around torch's own fake-quantize operators, as
-in qat_step. The float model is fused, and so are the others. On one thread the clock is CPU time.
+computes the codes of the runtime, and simulates in training. ``aten`` is a parametrization and a
+hook around torch's own fake-quantize operators, as in qat_step. The float model is fused, and so
+are the others. On one thread the clock is CPU time.
 """
 
 from __future__ import annotations
@@ -69,8 +69,7 @@ def forwards(case: Case) -> dict[str, Callable[[], object]]:
     def evaluate(model: nn.Module) -> Callable[[], object]:
         return torch.no_grad()(lambda: model(x))
 
-    candidates = {name: evaluate(model) for name, model in models.items()}
-    return candidates | {"simulated": lambda: models["torchq"](x)}
+    return {name: evaluate(model) for name, model in models.items()}
 
 
 def steps(case: Case) -> dict[str, Callable[[], object]]:
