@@ -34,7 +34,7 @@ from torchq.descriptor import QuantDescriptor
 from torchq.frontends import adopt_, from_caffe, from_mxnet, from_onnx
 from torchq.fusion import fuse_
 from torchq.nn import TensorQuantizer
-from torchq.onnx import export_onnx, verify_onnx
+from torchq.onnx import expected_codes, export_onnx, verify_dump, verify_onnx
 from torchq.ptq import tune
 from torchq.runtime import targets
 from torchq.runtimes import deploy, inspect_onnx
@@ -56,6 +56,7 @@ __all__ = [
     "disabled",
     "doctor",
     "errors",
+    "expected_codes",
     "export_onnx",
     "forecast",
     "formats",
@@ -85,6 +86,7 @@ __all__ = [
     "summary",
     "targets",
     "tune",
+    "verify_dump",
     "verify_onnx",
     "workflow",
 ]

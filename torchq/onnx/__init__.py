@@ -8,6 +8,12 @@ from torchq.onnx.calibration_cache import (
     apply_calibration_cache,
     read_calibration_cache,
 )
+from torchq.onnx.dumps import (
+    DumpedTensor,
+    DumpReport,
+    expected_codes,
+    verify_dump,
+)
 from torchq.onnx.encodings import (
     EncodingsReport,
     apply_encodings,
@@ -19,6 +25,8 @@ from torchq.onnx.verify.report import LayerAgreement, OutputAgreement, VerifyRep
 from torchq.onnx.verify.verify import verify_onnx
 
 __all__ = [
+    "DumpReport",
+    "DumpedTensor",
     "EncodingsReport",
     "ExportReport",
     "LayerAgreement",
@@ -26,9 +34,11 @@ __all__ = [
     "VerifyReport",
     "apply_calibration_cache",
     "apply_encodings",
+    "expected_codes",
     "export_encodings",
     "export_onnx",
     "read_calibration_cache",
     "read_encodings",
+    "verify_dump",
     "verify_onnx",
 ]
