@@ -456,3 +456,14 @@ def test_a_function_of_the_user_may_return_anything() -> None:
             model, rows(), forward=forward, progress=False
         ).correction
         assert done is not None and done.outputs.before is not None
+
+
+def test_empty_batches_in_front_are_passed_over() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8))
+    torchq.quantize_(model, W4, progress=False)
+    first, second = rows(2)
+    batches = [first[:0], first[:0], first, second]
+    report = torchq.calibrate(model, batches, progress=False)
+    assert report.correction is not None
+    assert report.correction.layers

@@ -253,3 +253,28 @@ def test_an_average_made_before_calibration_follows_after_one_load(
     for _ in range(2):
         average.update_parameters(model)
     assert torch.equal(average(batch()), model(batch()))
+
+
+def test_an_average_of_ranges_that_are_single_numbers_follows_after_one_load_too() -> (
+    None
+):
+    """Torch copies a number into a tensor without elements, and nothing happens."""
+    model = net()
+    config = torchq.QuantConfig((torchq.Rule("*", weight=QuantDescriptor()),))
+    torchq.quantize_(model, config, progress=False)
+    average = AveragedModel(model)
+    torchq.calibrate(model, [batch()], correct=False, progress=False)
+    average.update_parameters(model)
+    names = torchq.workflow.quantizers(average.module)
+    assert not any(quantizer.calibrated for quantizer in names.values())
+    average.module.load_state_dict(model.state_dict())
+    average.update_parameters(model)
+    assert torch.equal(average(batch()), model(batch()))
+
+
+def test_a_restored_model_says_nothing_in_its_state() -> None:
+    model = quantized()
+    torchq.workflow.embed_record_(model)
+    assert "torchq_record" in model.state_dict()
+    torchq.restore_(model)
+    net().load_state_dict(model.state_dict())

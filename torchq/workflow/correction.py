@@ -188,6 +188,14 @@ def correct(
     with torch.no_grad(), undone, evaluating(model):
         forget_corrections(model)
         plain, count = _fitted(fits, runs, most, in_order, group)
+        if most is not None and _lack_rows(fits):
+            most = None  # Where the first batches are empty, others may have rows.
+            plain, count = _fitted(fits, runs, most, in_order, group)
+        if _lack_rows(fits):
+            raise CalibrationError(
+                "correction of results: got batches without rows; expected at least one row. Check "
+                "the batches"
+            )
         if not count and group is None:
             return Correction({}, skipped | dict.fromkeys(layers, NOT_READ), gains)
         if floats is None:
@@ -244,13 +252,13 @@ def _fitted(
     _join(fits, group)
     for name, fit in fits.items():
         fit.check(name)
-    called = [fit for fit in fits.values() if fit.was_called]
-    if called and not any(fit.count for fit in called):
-        raise CalibrationError(
-            "correction of results: got batches without rows; expected at least one row. Check the "
-            "batches"
-        )
     return None if in_order else plain, count
+
+
+def _lack_rows(fits: Mapping[str, "_Fit"]) -> bool:
+    """Return True if layers were called, and none of them with a row."""
+    called = [fit for fit in fits.values() if fit.was_called]
+    return bool(called) and not any(fit.count for fit in called)
 
 
 def _outputs(runs: Runs, most: int | None, *, in_float: bool = False) -> Outputs:

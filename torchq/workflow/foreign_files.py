@@ -65,7 +65,10 @@ def embed_record_(model: nn.Module) -> None:
 def _add_record(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
 ) -> None:
-    encoded = json.dumps(plan_of(module).to_dict()).encode()
+    plan = plan_of(module)
+    if not plan.replaced and not plan.fusions:
+        return  # A model that was restored is a float one.
+    encoded = json.dumps(plan.to_dict()).encode()
     state[prefix + RECORD] = torch.tensor(
         list(encoded), dtype=torch.uint8, device="cpu"
     )
