@@ -113,7 +113,9 @@ def images(generator: torch.Generator) -> Tensor:
 def quantized(generator: torch.Generator, **fields: Any) -> nn.Module:
     model = net()
     input = QuantDescriptor(**{"symmetric": False, **fields})
-    weight = QuantDescriptor(axis=0, power_of_two=bool(fields.get("power_of_two")))
+    weight = QuantDescriptor(
+        BITS, axis=0, power_of_two=bool(fields.get("power_of_two"))
+    )
     rules = [
         Rule(f"type:{t}", input=input, weight=weight) for t in ("Conv2d", "Linear")
     ]

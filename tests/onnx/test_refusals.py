@@ -135,7 +135,7 @@ def test_a_deployed_model_has_no_file(path: Path, tmp_path: Path, dynamo: bool) 
     x = torch.randn(2, 4)
     torchq.quantize_(model)
     torchq.calibrate(model, [x], progress=False)
-    deployed = torchq.deploy(model, x)
+    deployed = torchq.deploy(model)
     message = r"got a \w+ of a deployed model; expected the simulation.* that deploy was given"
     with pytest.raises(ExportError, match=message):
         torchq.export_onnx(deployed, x, path, dynamo=dynamo)

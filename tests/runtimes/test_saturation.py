@@ -40,10 +40,29 @@ with pytest.warns(match="no VNNI") as warned:
 assert warned[0].filename == "<string>", warned[0].filename  # the line that called deploy
 assert "recipes.int8(reduce_range=True)" in str(caught.value), caught.value
 assert "fuse=False" not in str(caught.value), caught.value
+assert "check=False allows it" in str(caught.value), caught.value
 torchq.restore_(model)
 torchq.quantize_(model, torchq.recipes.int8(reduce_range=True))
 torchq.calibrate(model, [x], progress=False)
 torchq.deploy(model, x)
+"""
+
+#: The results are within a tenth, and the layer is wrong all the same.
+NEAR_RESULT = """
+import warnings, pytest, torch, torchq
+from torchq.lowering.check import RESULT_TOLERANCE, ReferenceCheck
+warnings.simplefilter("ignore")
+torch.manual_seed(0)
+model = torch.nn.Conv2d(8, 4, 3).eval()
+x = torch.randn(2, 8, 12, 12) - 0.3
+torchq.quantize_(model)
+torchq.calibrate(model, [x], progress=False)
+int8 = torchq.deploy(model, x, check=False)
+check = ReferenceCheck(model, x)
+assert not check.difference(int8, RESULT_TOLERANCE), "the test wants a near result"
+assert check.difference(int8, 0.005), "the test wants an overflow"
+with pytest.raises(torchq.errors.ExportError, match="reduce_range.*check=False allows it"):
+    torchq.deploy(model, x)
 """
 
 WRONG_ENGINE = """
@@ -108,6 +127,11 @@ def test_cpus_without_vnni_are_noticed(isa: str, recipe: str, expected: str) -> 
 @needs_kernels
 def test_an_error_names_the_overflow() -> None:
     run(WRONG_RESULT, "AVX2")
+
+
+@needs_kernels
+def test_a_layer_that_overflows_is_refused_though_the_result_is_near() -> None:
+    run(NEAR_RESULT, "AVX2")
 
 
 @pytest.mark.slow

@@ -125,7 +125,7 @@ def test_functions_show_a_bar_unless_told_not_to(
         model = network().eval()
         options: dict[str, Any] = {"progress": progress}
         torchq.fuse_(model, x, **options)
-        torchq.quantize_(model, **options)
+        torchq.quantize_(model, torchq.recipes.int8(reduce_range=True), **options)
         torchq.calibrate(model, [x], **options)
         torchq.deploy(model, x, **options)
         torchq.export_onnx(model, x, path, **options)

@@ -127,7 +127,7 @@ def test_distributed_data_parallel_is_unwrapped(tmp_path: Path) -> None:
 
 
 def test_a_deployed_model_is_refused_before_a_file_is_written(tmp_path: Path) -> None:
-    model = torchq.deploy(quantized(), X)
+    model = torchq.deploy(quantized())
     text = r"save: .*: got a \w+ of a deployed model.*call torch\.save\(model, path\)"
     with pytest.raises(torchq.errors.QuantizationError, match=text):
         torchq.save(model, tmp_path / "m.pt")

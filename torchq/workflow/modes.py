@@ -47,6 +47,18 @@ def weight_quantizers(model: nn.Module) -> set[int]:
     return {id(quantizer) for quantizer, _ in quantized_weights(model)}
 
 
+#: Products of weights of more bits and codes of 8 overflow the kernels of some CPUs.
+_NARROW = 7
+
+
+def has_wide_weights(model: nn.Module) -> bool:
+    """Return True if weights are quantized to so many bits that some CPUs overflow."""
+    return any(
+        quantizer.quantizing and quantizer.descriptor.format.bits > _NARROW
+        for quantizer, _ in quantized_weights(model)
+    )
+
+
 def select_quantizers(
     model: nn.Module, patterns: Pattern | Sequence[Pattern]
 ) -> dict[str, TensorQuantizer]:

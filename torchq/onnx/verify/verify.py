@@ -71,12 +71,11 @@ from torchq.runtime import (
     reference_runtime,
 )
 from torchq.utils import check_batches, evaluating, progress_bar
-from torchq.workflow import quantizers, weight_quantizers
+from torchq.workflow import quantizers
 from torchq.workflow.changed_weights import warn_of_changed_weights
+from torchq.workflow.modes import has_wide_weights
 
 _FEW_BITS = 4
-#: Products of weights of more bits overflow the kernels of some CPUs.
-_NARROW = 7
 
 
 def verify_onnx(
@@ -519,12 +518,8 @@ class _File:
 
 def _hint(model: nn.Module, runtime: Runtime | None) -> str:
     """Return what to do where a file for a runtime differs from its model."""
-    of_weights = weight_quantizers(model)
-    wide = any(
-        id(q) in of_weights and q.quantizing and q.descriptor.format.bits > _NARROW
-        for q in quantizers(model).values()
-    )
-    if wide and (excuse := (runtime or reference_runtime()).excuse()):
+    excuse = (runtime or reference_runtime()).excuse()
+    if excuse and has_wide_weights(model):
         return excuse
     if runtime is not None and planned_target(model) != runtime.name:
         return (
