@@ -1,7 +1,8 @@
 """The module that quantizes a tensor: a descriptor, a range, a calibrator, and two switches."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -348,6 +349,29 @@ class TensorQuantizer(nn.Module):
             self.held_scale,
             None if self.descriptor.symmetric else self.held_zero_point,
         )
+
+    @contextmanager
+    def range_hidden(self, but: str) -> Iterator[None]:
+        """Let the range be plain attributes inside the ``with`` block: no buffer, no parameter.
+
+        What traces a model makes an input of each buffer and parameter, also of those that nothing
+        reads. ``pre_quant_scale``, and the buffer named ``but``, stay what they are.
+        """
+        registries: tuple[dict[str, Any], ...] = (self._buffers, self._parameters)
+        before = [dict(registry) for registry in registries]
+        kept = ("pre_quant_scale", but)
+        try:
+            for registry in registries:
+                for name, tensor in list(registry.items()):
+                    if tensor is not None and name not in kept:
+                        vars(self)[name] = registry.pop(name)
+            yield
+        finally:
+            for registry, content in zip(registries, before, strict=True):
+                for name in content.keys() - registry.keys():
+                    vars(self).pop(name, None)
+                registry.clear()
+                registry.update(content)
 
     @property
     def delegate(self) -> Delegate | None:

@@ -32,6 +32,7 @@ from torchq.onnx.ir import (
     set_opset,
 )
 from torchq.onnx.lengths import problem_with_half, token_lengths
+from torchq.onnx.marks import MarksLost, marking, write_pairs
 from torchq.onnx.passes import EXPORT_PASSES
 from torchq.onnx.passes.pairs import merge_duplicates
 from torchq.onnx.preflight import (
@@ -51,10 +52,8 @@ from torchq.onnx.qdq import (
 )
 from torchq.onnx.torch_exporters import (
     TorchExportError,
-    marking,
     run_dynamo,
     run_torchscript,
-    write_pairs,
 )
 from torchq.runtime import RUNTIMES, Runtime, check_planned, planned_runtime, runtime_of
 from torchq.utils import (
@@ -362,17 +361,13 @@ def unwrap(model: nn.Module) -> nn.Module:
 def _traced(
     call: ExampleCall, opset: int, modern: bool, active: Mapping[str, TensorQuantizer]
 ) -> Model:
-    """Return the graph that torch's exporter makes of the model, with marks behind quantizers."""
-    with ExitStack() as stack:
-        # A forward may store results in its module; what it stores while it is traced is no tensor.
-        stack.enter_context(state_kept(call.model))
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(evaluating(call.model))
-        stack.enter_context(rounded_biases(call.model))
-        stack.enter_context(marking(call.model, active, opset))
-        names = stack.enter_context(_known_outputs(call.model))
-        stack.enter_context(plain_attention())
-        graph = run_dynamo(call, opset) if modern else run_torchscript(call, opset)
+    """Return the graph that torch's exporter makes of the model, with the pairs of quantizers."""
+    try:
+        graph, names = _marked(call, opset, modern, active, by_scope=modern)
+    except (
+        MarksLost
+    ):  # a version of torch that notes no modules, or a result that nothing reads
+        graph, names = _marked(call, opset, modern, active, by_scope=False)
     if not graph.graph.outputs:
         raise ExportError(
             f"export_onnx: {type(call.model).__name__} returns no tensor; expected one at least"
@@ -381,6 +376,31 @@ def _traced(
     if call.output_names is None:
         _name_outputs(graph, names)
     return graph
+
+
+def _marked(
+    call: ExampleCall,
+    opset: int,
+    modern: bool,
+    active: Mapping[str, TensorQuantizer],
+    *,
+    by_scope: bool,
+) -> tuple[Model, list[str]]:
+    """Return the graph with a mark where each quantizer is called, and the names of its outputs."""
+    with ExitStack() as stack:
+        # A forward may store results in its module; what it stores while it is traced is no tensor.
+        stack.enter_context(state_kept(call.model))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(evaluating(call.model))
+        stack.enter_context(rounded_biases(call.model))
+        marks = stack.enter_context(marking(call.model, active, opset, by_scope))
+        names = stack.enter_context(_known_outputs(call.model))
+        stack.enter_context(plain_attention())
+        if modern:
+            graph = run_dynamo(call, opset, marks)
+        else:
+            graph = run_torchscript(call, opset)
+    return graph, names
 
 
 def _name_outputs(graph: Model, names: Sequence[str]) -> None:

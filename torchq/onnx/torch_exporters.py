@@ -7,7 +7,7 @@ import logging
 import math
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,32 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from torchq.errors import ExportError
-from torchq.formats import Format
-from torchq.functional.onnx_ops import (
-    FOUR_BITS,
-    MARK,
-    OnnxType,
-    as_stored,
-    clip_bounds,
-    mark,
-    onnx_axis,
-    stored_type,
-)
+from torchq.functional.onnx_ops import MARK
 from torchq.nn import TensorQuantizer
-from torchq.onnx.interface import ExampleCall, argument_names, named_calls
-from torchq.onnx.ir import (
-    Graph,
-    Model,
-    Node,
-    Value,
-    add_initializer,
-    add_node,
-    attribute,
-    onnx_ir,
-    replace_value,
-    set_opset,
-)
-from torchq.onnx.qdq import path_of
+from torchq.onnx.interface import ExampleCall, argument_names
+from torchq.onnx.ir import Graph, Model, Node, Value, onnx_ir, set_opset
+from torchq.onnx.marks import Marks
 from torchq.utils.optional import import_optional
 
 _NEUTRAL = {"Add": 0.0, "Sub": 0.0, "Mul": 1.0, "Div": 1.0}
@@ -125,113 +104,6 @@ def _hide(graph: Graph, node: Node, place: int, number: Any) -> tuple[Value, Any
     return value, number
 
 
-@contextmanager
-def marking(
-    model: nn.Module, quantizers: Mapping[str, TensorQuantizer], opset: int
-) -> Iterator[None]:
-    """Let quantizers write a mark inside the ``with`` block, for :func:`write_pairs`."""
-    bounds = {}
-    for path, quantizer in quantizers.items():
-        scale, point, stored, _ = _grid(quantizer, opset)
-        axis, block = onnx_axis(quantizer.descriptor.granularity, scale.dim())
-        if axis is not None and block:
-            scale, point = scale.unsqueeze(axis + 1), point.unsqueeze(axis + 1)
-        bounds[path] = clip_bounds(scale, point, quantizer.descriptor.format, stored)
-
-    def write(name: str, quantizer: TensorQuantizer, x: Tensor, out: Tensor) -> Tensor:
-        granularity = quantizer.descriptor.granularity
-        axis, _ = onnx_axis(granularity, out.dim())
-        values = as_stored(out, bounds[path_of(name)], granularity)
-        result = mark(values, name, -1 if axis is None else axis)
-        return result if result.dtype is x.dtype else result.to(x.dtype)
-
-    try:
-        for quantizer in quantizers.values():
-            quantizer.delegate = _as_it_is
-        with named_calls(model, quantizers, write):
-            yield
-    finally:
-        for quantizer in quantizers.values():
-            quantizer.delegate = None
-
-
-def _as_it_is(x: Tensor, quantizer: TensorQuantizer) -> Tensor:
-    """Return the input of a quantizer, times its ``pre_quant_scale``; it is a delegate."""
-    return x
-
-
-def _grid(
-    quantizer: TensorQuantizer, opset: int
-) -> tuple[Tensor, Tensor, Format, OnnxType]:
-    """Return scale, zero point and type of a quantizer as a file holds them."""
-    d = quantizer.descriptor
-    axis, _ = onnx_axis(d.granularity, 1 << 16)
-    with torch.no_grad():
-        scale, point = quantizer.calculate_qparams()
-    stored, kind = stored_type(
-        d.format, axis if d.symmetric else None, wide=opset < FOUR_BITS
-    )
-    return scale.float(), point, stored, kind
-
-
-def write_pairs(
-    model: Model, quantizers: Mapping[str, TensorQuantizer], opset: int
-) -> None:
-    """Put the pair of a quantizer in the place of each mark.
-
-    Before: Where a quantizer is called, a mark has its dotted path; the second call of one
-    quantizer is marked ``path#2``, and so on.
-    After: No mark is left. There are nodes ``path/QuantizeLinear`` and ``path/DequantizeLinear``,
-    with outputs ``path/codes`` and ``path/value``. A node's ``meta["format"]`` is the name of the
-    format of its quantizer.
-    """
-    for node in [node for node in model.graph if (node.domain, node.op_type) == MARK]:
-        name = attribute(node, "name")
-        axis = attribute(node, "axis")
-        _write_pair(node, name, axis, quantizers[path_of(name)], opset)
-    model.graph.opset_imports.pop(MARK[0], None)
-
-
-def _write_pair(
-    node: Node, name: str, axis: int, quantizer: TensorQuantizer, opset: int
-) -> None:
-    graph = node.graph
-    d = quantizer.descriptor
-    result = node.outputs[0]
-    scale, point, _, kind = _grid(quantizer, opset)
-    block = onnx_axis(d.granularity, 1 << 16)[1]
-    if axis >= 0 and not block:
-        scale, point = scale.reshape(-1), point.reshape(-1)
-    dtype = onnx_ir.DataType[kind.name]
-    settings = {} if axis < 0 else {"axis": axis}
-    if block:
-        settings["block_size"] = block
-    typed = settings
-    parameters = [add_initializer(graph, f"{name}/scale", scale)]
-    if dtype.bitwidth == 4:
-        typed = {**settings, "output_dtype": dtype.value}
-    else:
-        zeros = point.to(kind.dtype)
-        parameters.append(add_initializer(graph, f"{name}/zero_point", zeros))
-    codes = add_node(
-        node, "QuantizeLinear", [node.inputs[0], *parameters], f"{name}/codes", typed
-    )
-    # The mark's own shape is that of the example where TorchScript writes it.
-    codes.type = onnx_ir.TensorType(dtype)
-    codes.shape = node.inputs[0].shape
-    pair = codes.producer()
-    value = add_node(
-        pair, "DequantizeLinear", [codes, *parameters], f"{name}/value", settings
-    )
-    value.type = result.type
-    value.shape = node.inputs[0].shape
-    for one in (pair, value.producer()):
-        one.name = f"{name}/{one.op_type}"
-        one.meta["format"] = d.format.name
-    replace_value(result, value)
-    graph.remove(node, safe=True)
-
-
 #: The last opset that the TorchScript exporter knows. Up to opset 23 only types were added, and
 #: GroupNormalization changed, which that exporter never writes; so its graphs are valid there.
 _TORCHSCRIPT_MAX = 20
@@ -243,7 +115,7 @@ class TorchExportError(ExportError):
     """torch's exporter failed; torchq's own errors about the model are plain ExportErrors."""
 
 
-def run_dynamo(call: ExampleCall, opset: int) -> Model:
+def run_dynamo(call: ExampleCall, opset: int, marks: Marks) -> Model:
     """Return the graph of the exporter that is based on ``torch.export``."""
     args, kwargs = call.args, call.kwargs
     # Torch would take it for kwargs.
@@ -268,6 +140,7 @@ def run_dynamo(call: ExampleCall, opset: int) -> Model:
             )
             assert program is not None  # None comes back from dynamo=False alone.
             _check_lengths(program.exported_program)
+            marks.place(program.model)
             optimize_(program)
     except Exception as error:
         raise _explained(
