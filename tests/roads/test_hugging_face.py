@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import torchq
+import torchq.hugging_face
 from tests.roads.end import ROAD, arrives
 
 pytestmark = ROAD
@@ -73,3 +74,50 @@ def test_trainer_and_export(build: Any, tmp_path: Path) -> None:
 
     path = tmp_path / "net.onnx"
     arrives(build.__name__, loaded, example, path, loss, within=0.02)
+
+
+@pytest.mark.parametrize("build", [bert, vit])
+def test_its_own_door(build: Any, tmp_path: Path) -> None:
+    """from_pretrained quantizes, the Trainer trains, and from_pretrained gives what it saved."""
+    float_model, batch = build()
+    labels = torch.arange(16) % 4
+    float_model.save_pretrained(tmp_path / "float")
+    example = {name: tensor[:2] for name, tensor in batch.items()}
+    network = type(float_model)
+    model = network.from_pretrained(
+        tmp_path / "float",
+        quantization_config=torchq.hugging_face.quantization_config(
+            "onnxruntime", example=example, batches=[batch]
+        ),
+    )
+    rows = [
+        {**{name: tensor[i] for name, tensor in batch.items()}, "labels": labels[i]}
+        for i in range(16)
+    ]
+    settings = transformers.TrainingArguments(
+        str(tmp_path), max_steps=2, report_to=[], use_cpu=True, disable_tqdm=True
+    )
+    transformers.Trainer(model=model, args=settings, train_dataset=rows).train()
+    model.eval().save_pretrained(tmp_path / "saved")
+    loaded, info = network.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not any(info.values()), info
+    with torch.no_grad():
+        assert torch.equal(loaded(**batch).logits, model(**batch).logits)
+        assert not torch.equal(loaded(**batch).logits, float_model(**batch).logits)
+    half = network.from_pretrained(tmp_path / "saved", dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
+    ranges = torchq.workflow.quantizers(model)
+    for name, quantizer in torchq.workflow.quantizers(half).items():
+        assert torch.equal(quantizer.amax, ranges[name].amax)
+
+    def loss(run: Any) -> float:
+        return float(F.cross_entropy(run(batch), labels))
+
+    arrives(
+        f"{build.__name__}, from_pretrained",
+        loaded,
+        example,
+        tmp_path / "net.onnx",
+        loss,
+        within=0.02,
+    )

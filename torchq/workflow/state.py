@@ -181,16 +181,42 @@ def load(
     ):
         stored, state, part = _unpack(inside, path, content)
         apply_(part, stored, example if part is inside else None)
-        for name, quantizer in quantizers(inside).items():
-            for buffer in (*FACTORS, *HELD):
-                if f"{name}.{buffer.name}" not in state:
-                    buffer.drop(quantizer, quantizer.amax)
-        _add_tied(inside, state)
-        _check_tensors(inside, state)
-        _check_ranges(inside, state)
-        _load_tensors(inside, state)
-        name_quantizers(inside)
+        _load_into_quantized(inside, state)
     return model
+
+
+def load_content(model: nn.Module, record: Any, tensors: Mapping[str, Any]) -> None:
+    """Make a model what a record and tensors say, in place, as :func:`load` does with a file.
+
+    It is for checkpoints of others, who keep both in their own way. A call that fails changes
+    nothing.
+
+    Args:
+        model: the architecture that was saved.
+        record: what ``plan_of(saved).to_dict()`` returned.
+        tensors: those of the whole model, by the names of its state dict.
+
+    Raises:
+        QuantizationError: The model is not the one that was saved.
+        ConfigError: The record or a tensor is damaged.
+    """
+    state = {key: value for key, value in tensors.items() if not is_record(key)}
+    with unchanged_on_error(model):
+        apply_(model, Plan.from_dict(record))
+        _load_into_quantized(model, state)
+
+
+def _load_into_quantized(model: nn.Module, state: dict[str, Any]) -> None:
+    """Load all tensors, and the optional ones of quantizers, once the layers are quantized."""
+    for name, quantizer in quantizers(model).items():
+        for buffer in (*FACTORS, *HELD):
+            if f"{name}.{buffer.name}" not in state:
+                buffer.drop(quantizer, quantizer.amax)
+    _add_tied(model, state)
+    _check_tensors(model, state)
+    _check_ranges(model, state)
+    _load_tensors(model, state)
+    name_quantizers(model)
 
 
 def _unpack(
