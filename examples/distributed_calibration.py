@@ -32,8 +32,9 @@ def main() -> None:
         torch.randn(4, 3, 16, 16, generator=generator) for _ in range(options.batches)
     ]
 
+    settings = {"target": "onnxruntime", "example": data[0]}
     model = network()
-    torchq.quantize_(model, torchq.recipes.int8())
+    torchq.quantize_(model, **settings)
     group = distributed.group.WORLD
     torchq.calibrate(
         model, data[rank::ranks], method="entropy", group=group, progress=False
@@ -41,7 +42,7 @@ def main() -> None:
 
     # One process that sees all the data finds the same ranges, to the last bit.
     alone = network()
-    torchq.quantize_(alone, torchq.recipes.int8())
+    torchq.quantize_(alone, **settings)
     torchq.calibrate(alone, data, method="entropy", progress=False)
     pairs = zip(model.state_dict().values(), alone.state_dict().values(), strict=True)
     same = all(torch.equal(ours, theirs) for ours, theirs in pairs)

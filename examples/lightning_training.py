@@ -25,7 +25,8 @@ class Reader(lightning.LightningModule):
         convolutions = nn.Conv2d(1, 16, 3), nn.ReLU(), nn.Conv2d(16, 32, 3), nn.ReLU()
         head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)
         self.network = nn.Sequential(*convolutions, *head)
-        torchq.quantize_(self.network, torchq.recipes.int8())
+        example = torch.zeros(1, 1, 8, 8)
+        torchq.quantize_(self.network, target="onnxruntime", example=example)
 
     def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
         images, labels = batch
