@@ -143,7 +143,7 @@ def test_the_layer_is_found(run: Run) -> None:
     "path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name
 )
 def test_scripts_are_short_and_listed(path: Path) -> None:
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 80
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 90
     assert path.name in (EXAMPLES / "README.md").read_text(encoding="utf-8")
 
 
