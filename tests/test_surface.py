@@ -14,8 +14,8 @@ TOP = """
 __version__ adopt_ analysis calib calibrate deploy disabled doctor errors expected_codes
 export_onnx forecast formats from_caffe from_mxnet from_onnx functional fuse_ inspect_onnx
 layer_errors load load_model mixed_precision nn onnx patch plan ptq qat QuantConfig
-QuantDescriptor quantize_ recipes report restore_ Rule runtimes save sensitivity summary targets TensorQuantizer tune verify_dump verify_onnx
-workflow
+QuantDescriptor quantize_ recipes report restore_ Rule runtimes save sensitivity summary
+targets TensorQuantizer tune verify_dump verify_onnx workflow
 """
 
 
