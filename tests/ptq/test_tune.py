@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import torchq
 from torchq.errors import CalibrationError, ConfigError, TorchqError
 from torchq.ptq import TunedConfig, tune
-from torchq.ptq.tuning import ALGORITHMS
+from torchq.ptq.tuning import ALGORITHMS, SETTINGS, TuneResult, TuneTrial
 
 
 def net() -> nn.Sequential:
@@ -376,3 +376,30 @@ def test_speedups_that_mean_nothing_are_refused(
             progress=False,
             **options,
         )
+
+
+@pytest.mark.parametrize(
+    ("metric", "word"), [(0.9, "helped"), (0.6, "hurt"), (0.8, "changed nothing")]
+)
+def test_the_report_says_whether_biases_in_order_helped(
+    metric: float, word: str
+) -> None:
+    settings = TunedConfig(torchq.recipes.int8())
+    trials = [
+        TuneTrial("int8", "", settings, 0.7),
+        TuneTrial("ends in 8 bits", "", settings, 0.8),
+        TuneTrial("correct_bias_", "", settings, metric),
+    ]
+    result = TuneResult(
+        nn.Identity(), settings, "", 1.0, metric, 8.0, False, tuple(trials)
+    )
+    assert f"correct_bias_ {word}: 0.8 -> {metric}" in " ".join(str(result).split())
+    without = TuneResult(
+        nn.Identity(), settings, "", 1.0, 0.8, 8.0, False, tuple(trials[:2])
+    )
+    assert "correct_bias_" not in str(without)
+
+
+def test_the_correction_in_order_is_tried_early() -> None:
+    changes = [change for change, _, _ in SETTINGS]
+    assert changes.index("correct_bias_") < changes.index("zero points")

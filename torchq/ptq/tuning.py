@@ -232,8 +232,22 @@ class TuneResult:
         verdict = "keeps the metric" if self.kept else "does NOT keep the metric"
         seconds = sum(trial.seconds for trial in self.table)
         text = f"{self.metric:.4g} of {self.float_metric:.4g} {verdict}: "
-        text += f"{len(self.table)} trials in {seconds:.1f} s. The same from the float model:"
+        text += f"{len(self.table)} trials in {seconds:.1f} s. {self._correction()}"
+        text += "The same from the float model:"
         return table(shown, f"{wrap(text)}\n{self.code}")
+
+    def _correction(self) -> str:
+        """Return whether the correction of biases in order helped; "" where it was not tried."""
+        for number, trial in enumerate(self.table):
+            earlier = [
+                t.metric for t in self.table[:number] if not math.isnan(t.metric)
+            ]
+            if trial.change != "correct_bias_" or trial.error or not earlier:
+                continue
+            gain = trial.metric - max(earlier)
+            does = "helped" if gain > 0 else "hurt" if gain < 0 else "changed nothing"
+            return f"correct_bias_ {does}: {max(earlier):.4g} -> {trial.metric:.4g}. "
+        return ""
 
 
 def _bits(descriptor: QuantDescriptor) -> int:
@@ -355,6 +369,11 @@ SETTINGS: Sequence[tuple[str, str, Change]] = (
         "the first and last layer are sensitive",
         partial(_ends, bits=_BYTE),
     ),
+    (
+        "correct_bias_",
+        "layers can make up for those before them",  # as calibrate lets them with few bits
+        partial(_algorithm, name="correct_bias_", least=_FEW_BITS + 1),
+    ),
     ("zero points", "few negative inputs, as behind SiLU, waste codes", _zero_points),
     (
         "mse ranges",
@@ -364,11 +383,6 @@ SETTINGS: Sequence[tuple[str, str, Change]] = (
     ("percentile ranges", "the same", partial(_method, name="percentile")),
     ("equalize_", "channels of unequal size share a scale", _equalization),
     ("smooth_", "norms give some channels huge inputs", _smoothing),
-    (
-        "correct_bias_",
-        "layers can make up for those before them",  # as calibrate lets them with few bits
-        partial(_algorithm, name="correct_bias_", least=_FEW_BITS + 1),
-    ),
     ("gptq_", "weights can make up for each other", partial(_algorithm, name="gptq_")),
     (
         "ends in float",
@@ -408,9 +422,9 @@ def tune(
 
     After the recipe itself, as :func:`torchq.calibrate` treats it, come from cheap to dear those of
     :data:`torchq.ptq.tuning.SETTINGS` that apply: 16 bits for activations where the chip takes
-    them and has no float, 8 bits for the first and last layer, inputs with
-    zero points, other ranges, equalization, SmoothQuant, the correction of results in order, GPTQ,
-    float for the first and last layer, AdaRound. Each trial changes the best settings so far in one
+    them and has no float, 8 bits for the first and last layer, the correction of results in order,
+    inputs with zero points, other ranges, equalization, SmoothQuant, GPTQ, float for the first and
+    last layer, AdaRound. Each trial changes the best settings so far in one
     point and is judged by the metric alone; the first one that keeps it ends the search. Mixed
     precision comes last, with mean bits that rise by fifths of the way to 8 bits, or to float.
 
