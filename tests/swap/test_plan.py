@@ -310,3 +310,9 @@ def test_a_rule_must_match_its_layer_unless_it_is_optional() -> None:
         torchq.plan(
             nn.ReLU(), QuantConfig((general, Rule("*", weight=INT8, position="last")))
         )
+
+
+def test_a_plan_without_a_target_says_what_one_would_change() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
+    assert str(torchq.plan(model)).splitlines()[-2].startswith("no target: portable")
+    assert "portable" not in str(torchq.plan(model, target="onnxruntime"))

@@ -26,6 +26,11 @@ _SEVERAL = frozenset(["Add", "Mul", "Maximum", "Cat", *_PRODUCTS])
 FLOAT_INPUT = "its input stays float"
 #: The reasons that are the user's own choice.
 _CHOSEN = frozenset(["excluded", "not in include", "the rule has no descriptor for it"])
+#: What a plan for no target says of itself.
+_PORTABLE = (
+    "no target: portable; one adds operators between layers and chooses codes "
+    "(torchq.targets())"
+)
 #: What reports say of an operator about which calibration has not decided yet.
 OPTIONAL = "optional until calibrated"
 #: Why a module that has quantizers does not get more.
@@ -414,11 +419,15 @@ class Plan:
 
     def table(self) -> str:
         """Return every decision as a row of a table, with the verdict below."""
+        return self._rows("")
+
+    def _rows(self, remark: str) -> str:
         rows = [
             (" = ".join(d.names) or "(root)", d.class_name, str(d), d.by)
             for d in self.decisions
         ]
-        return table([("module", "type", "what", "by"), *rows], self.verdict())
+        ending = f"{remark}{self.verdict()}"
+        return table([("module", "type", "what", "by"), *rows], ending)
 
     def verdict(self) -> str:
         """Return how much is quantized, in one line."""
@@ -467,8 +476,9 @@ class Plan:
         return self.check.startswith("not repeatable")
 
     def __str__(self) -> str:
+        """Return a screen: the rows, or how many are alike, with the verdict in the last line."""
         if len(self.decisions) <= _SCREEN:
-            return self.table()
+            return self._rows(self._portable())
         alike: dict[str, list[Decision]] = {}
         for d in sorted(self.decisions, key=lambda d: bool(d.reason)):
             alike.setdefault(str(d), []).append(d)
@@ -480,7 +490,12 @@ class Plan:
         hint = "Each module: plan.table(); one: plan.explain(path)"
         if len(rows) > _SCREEN:
             hint = f"{len(rows) - _SCREEN} more kinds of decisions. {hint}"
-        return table(rows[:_SCREEN], f"{hint}\n{self.verdict()}")
+        return table(rows[:_SCREEN], f"{hint}\n{self._portable()}{self.verdict()}")
+
+    def _portable(self) -> str:
+        """Return a line about what naming a target would change; "" where one is named."""
+        says = self.target is None and self.recipe and self.replaced
+        return f"{_PORTABLE}\n" if says else ""
 
 
 def _kinds_of(decisions: Sequence[Decision]) -> str:
