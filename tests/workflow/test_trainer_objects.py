@@ -156,6 +156,10 @@ CALLS: dict[str, tuple[Made, Callable[[Any, Path], Any]]] = {
     "deploy": (calibrated, lambda m, _: torchq.deploy(m, ROWS, **QUIET)),
     "disabled": (swapped, lambda m, _: entered(torchq.disabled(m, "0"))),
     "doctor": (calibrated, lambda m, _: torchq.doctor(m, BATCHES, **QUIET)),
+    "expected_codes": (
+        calibrated,
+        lambda m, folder: torchq.expected_codes(m, BATCHES, folder / "codes.npz"),
+    ),
     "export_onnx": (calibrated, exported),
     "forecast": (
         plain,
@@ -186,6 +190,10 @@ CALLS: dict[str, tuple[Made, Callable[[Any, Path], Any]]] = {
     "tune": (
         plain,
         lambda m, _: torchq.tune(m, BATCHES, first_value, max_drop=9.0, **QUIET).code,
+    ),
+    "verify_dump": (
+        calibrated,
+        lambda m, _: torchq.verify_dump(m, {"0.input_quantizer": ROWS.numpy()}, ROWS),
     ),
     "verify_onnx": (
         calibrated,
