@@ -68,6 +68,7 @@ from torchq.utils import (
 )
 from torchq.utils.optional import import_optional
 from torchq.workflow.changed_weights import warn_of_changed_weights
+from torchq.workflow.lost_norms import check_norms
 
 #: What the progress bar shows.
 _STAGES = ("trace", "rewrite", "write")
@@ -199,6 +200,7 @@ def export_onnx(
     modern = choose_exporter(dynamo, version)
     active = check_quantizers(model, version, runtime)
     warn_of_own_grid(model, active, runtime)
+    check_norms("export_onnx", model)
     warn_of_changed_weights("export_onnx", model)
     names = (input_names, output_names)
     batches = (True, False) if dynamic_batch and not fixes_batch(model) else (False,)

@@ -24,6 +24,7 @@ from torchq.runtimes.file_engine import EngineModule
 from torchq.runtimes.torch import Torch
 from torchq.utils import kept_batches, network_of, uncompiled
 from torchq.workflow.changed_weights import warn_of_changed_weights
+from torchq.workflow.lost_norms import check_norms
 
 #: Instead of the name of a runtime: the fastest one.
 _FASTEST = "fastest"
@@ -96,6 +97,7 @@ def deploy(
         'torch'
     """
     model = network_of(model)
+    check_norms("deploy", model)
     warn_of_changed_weights("deploy", model)
     sample_batches = [] if batches is None else kept_batches("deploy", batches)
     with uncompiled():

@@ -92,12 +92,7 @@ def plan_of(model: nn.Module) -> Plan:
         True
     """
     current = as_it_is(model)
-    kept_plans = [
-        (p, vars(m)[_ATTRIBUTE])
-        for p, m in model.named_modules()
-        if _ATTRIBUTE in vars(m)
-    ]
-    for prefix, plan in reversed(kept_plans):
+    for prefix, plan in reversed(recorded_plans(model)):
         current = replace(
             current, decisions=_explained(current.decisions, plan.decisions, prefix)
         )
@@ -109,6 +104,18 @@ def plan_of(model: nn.Module) -> Plan:
         "work": whole.work,
     }
     return replace(current, **kept_fields, check=whole.check)
+
+
+def recorded_plans(model: nn.Module) -> list[tuple[str, Plan]]:
+    """Return the plans that :func:`quantize_` and :func:`load` left, with the paths of their parts.
+
+    They say what was decided, whatever was changed by hand since; see :func:`plan_of`.
+    """
+    return [
+        (path, vars(module)[_ATTRIBUTE])
+        for path, module in model.named_modules()
+        if _ATTRIBUTE in vars(module)
+    ]
 
 
 def _explained(
