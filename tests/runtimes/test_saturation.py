@@ -93,6 +93,8 @@ def test_onnxruntime_adds_exactly_on_every_cpu(tmp_path: Path) -> None:
     report = torchq.verify_onnx(model, tmp_path / "m.onnx", [x], progress=False)
     assert report.ok and report.outputs[0].equal == 1, report.table()
     assert ("x64quantprecision" in report.session) is torchq.lowering.kernel.saturates()
+    verdict = str(report.verdicts[1])
+    assert ("x64quantprecision" in verdict) is torchq.lowering.kernel.saturates()
     deployed = torchq.deploy(model, x, target="onnxruntime")
     simulated = model(x)
     assert (deployed(x) - simulated).abs().max() <= 1e-6 * simulated.abs().max()

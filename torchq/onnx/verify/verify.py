@@ -224,6 +224,9 @@ class _Comparison:
             self.dropped = ()
         usual = self.files[0].usual_run()
         self._run = usual or self._session.run
+        # Where weights overflow on this machine, a user has to set what this session has set.
+        is_special = usual is None and has_wide_weights(model)
+        self._settings = self._session.settings if is_special else ""
         # A file for another runtime than is here opens in a session that no user of it has.
         is_users = usual is not None or not self.files[0].is_for_another
         compares = optimized and is_users and len(self.files) == 1
@@ -284,7 +287,7 @@ class _Comparison:
         return Verdict("the file as it is written", not wrong, wrong)
 
     def _verdict_on_session(self) -> Verdict:
-        what = "the session that a user opens"
+        what = f"the session that a user opens{self._settings}"
         if len(self.files) > 1:
             return Verdict(what, *_agreement(self.files[1].rows()))
         if self._written is None:
