@@ -86,6 +86,40 @@ class Upsampling(nn.Sequential):
 # Each of these returns a model with one fault, the name under which it is found, and its severity.
 
 
+class Rows(nn.Module):
+    """Boxes and scores of two maps, as rows; no score passes the threshold in small numbers."""
+
+    def __init__(self, bias: float = -6.0) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 64, 3, padding=1)
+        self.down = nn.Conv2d(64, 16, 3, 2, 1)
+        self.boxes = nn.ModuleList([nn.Conv2d(16, 4, 1), nn.Conv2d(16, 4, 1)])
+        self.scores = nn.ModuleList([nn.Conv2d(16, 3, 1), nn.Conv2d(16, 3, 1)])
+        for layer in self.scores:
+            nn.init.constant_(layer.bias, bias)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        first = self.down(self.stem(x).relu()).relu()
+        maps = (first, nn.functional.max_pool2d(first, 2))
+        boxes = [b(m).flatten(2) for b, m in zip(self.boxes, maps, strict=True)]
+        scores = [s(m).flatten(2) for s, m in zip(self.scores, maps, strict=True)]
+        joined = torch.cat(scores, 2).transpose(1, 2).sigmoid()
+        return torch.cat(boxes, 2).transpose(1, 2), joined
+
+
+def plant_no_detection(bias: float = -6.0) -> tuple[nn.Module, str, str]:
+    torch.manual_seed(0)
+    model = Rows(bias).eval()
+    batches = image_batches()
+    simulated(model, batches, target="onnxruntime", example=batches[0])
+    return model, "", "warning"
+
+
+def test_a_detector_that_detects_something_is_healthy() -> None:
+    model, _, _ = plant_no_detection(bias=3.0)
+    assert of(examined(model, image_batches()), "no_detection") == []
+
+
 def plant_unseen() -> tuple[nn.Module, str, str]:
     model = StagedNet().eval()
     model.auxiliary = nn.Linear(4, 2)

@@ -8,12 +8,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from torchq.analysis.detections import detections_in
 from torchq.analysis.layers import channel_axes, passing
 from torchq.analysis.outputs import Outputs
+from torchq.errors import ConfigError
 from torchq.fusion.modules import is_layer, is_norm
 from torchq.graph import Call, Flow, is_torch_leaf, record
 from torchq.nn import QuantModule, TensorQuantizer, quantized_as
 from torchq.nn.calls.find import find_calls
+from torchq.swap import plan_of
+from torchq.swap.heads import BY as HEAD
 from torchq.utils import Registry, child_path, untouched, watching
 from torchq.workflow.changed_weights import has_range_of_its_weight, reach
 from torchq.workflow.layer_matrices import channel_ranges, spread
@@ -35,6 +39,8 @@ _APART, _BEYOND = 4.0, 1.5
 _CUT = 8.0
 #: Largest over median channel magnitude from which on one scale costs the median channel 4 bits.
 _SPREAD = 16.0
+#: Scores of detections, as most detectors count them.
+_DETECTED = 0.25
 #: Values of one call that are kept.
 _KEPT = 8192
 
@@ -104,6 +110,8 @@ class Observation:
     one_sided: list[str] = field(default_factory=list)
     # BatchNorm -> the layer before it.
     norms: dict[str, str] = field(default_factory=dict)
+    # What the float model detects; None for outputs of another layout.
+    detections: int | None = None
 
     def note(self, quantizer: TensorQuantizer, args: Any, kwargs: Any, _: None) -> None:
         """Note a call of a quantizer by the float model."""
@@ -115,6 +123,15 @@ class Observation:
         elif x.numel():
             sample = self.samples.setdefault(id(quantizer), Sample())
             sample.add(x if scale is None else x * scale.to(x.dtype))
+
+    def count_detections(self, output: object) -> None:
+        """Add what the float model detects in a batch."""
+        try:
+            images = detections_in(output)
+        except ConfigError:  # another layout
+            return
+        counts = [len(image.above(_DETECTED).scores) for image in images]
+        self.detections = sum(counts) + (self.detections or 0)
 
 
 def observe(
@@ -138,8 +155,9 @@ def observe(
                 for quantizer in known.values()
             ]
             with passing(model), watching(notes, before=True):
-                run(batch)
+                output = run(batch)
             observation.batches += 1
+            observation.count_detections(output)
     return observation
 
 
@@ -261,6 +279,22 @@ def unseen(patient: Patient) -> Found:
             f"none of {patient.seen.batches} batches reached it",
             remedy,
         )
+
+
+@check("no_detection", needs_batches=True)
+def no_detection(patient: Patient) -> Found:
+    """Yield a detector that detects nothing in the batches, whose ranges are those of nothing."""
+    assert patient.seen is not None
+    has_head = any(d.by == HEAD for d in plan_of(patient.model).decisions)
+    if has_head and patient.seen.detections == 0:
+        evidence = (
+            f"the float model detects nothing in {patient.seen.batches} batches, with scores of "
+            f"{_DETECTED} and more: ranges of scores and boxes are those of background"
+        )
+        remedy = (
+            "torchq.calibrate(model, batches, force=True) with pictures of its objects"
+        )
+        yield "warning", "", evidence, remedy
 
 
 @check("uncalibrated")
