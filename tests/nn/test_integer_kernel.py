@@ -495,6 +495,24 @@ def test_sigmoids_are_looked_up_as_a_kernel_does() -> None:
     assert torch.equal(evaluated(layer, values), table * to.scale)
 
 
+def test_a_number_that_is_none_stays_none() -> None:
+    """In every kind of operator, for one image; another one is what it was, and so is none."""
+    layers = (
+        *(nn.Conv2d(3, 8, 3), nn.SiLU(), nn.AvgPool2d(2), nn.Conv2d(8, 8, 1)),
+        *(nn.Sigmoid(), nn.Conv2d(8, 4, 1)),
+    )
+    model = nn.Sequential(*layers).eval()
+    x = images()
+    torchq.quantize_(model, target="onnxruntime", example=x, progress=False)
+    torchq.calibrate(model, [x], correct=False, progress=False)
+    assert all(layer.rounded_by for layer in model[:5])
+    expected = evaluated(model, x)
+    x[0] = torch.nan
+    found = evaluated(model, x)
+    assert bool(found[0].isnan().all()) and torch.equal(found[1:], expected[1:])
+    assert evaluated(model, x[:0]).shape == (0, *expected.shape[1:])
+
+
 def test_sums_are_scaled_in_one_product() -> None:
     """Scaled to values first, and to codes then, one of a thousand is another code."""
     runtime = torchq.runtimes.RUNTIMES["onnxruntime"]

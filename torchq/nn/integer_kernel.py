@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchq.formats import IntFormat
@@ -628,11 +629,12 @@ def _gate_formulas(
 
 
 def _looked_up(codes: Tensor, table: Tensor, of: CodeGrid) -> Tensor:
-    """Return what a table has for each code; both are less their zero points."""
+    """Return what a table has for each code, both less their zero points; NaN for NaN."""
     result = torch.empty_like(codes)
+    with_nan = F.pad(table, (0, 1), value=torch.nan)
     for part, codes_part in tiles(result, codes):
-        places = (codes_part - of.low).to(torch.int32).flatten()
-        part.copy_(table.index_select(0, places).view(part.shape))
+        places = (codes_part - of.low).nan_to_num_(nan=len(table)).to(torch.int32)
+        part.copy_(with_nan.index_select(0, places.flatten()).view(part.shape))
     return result
 
 
