@@ -38,10 +38,10 @@ from torchq.utils.text import table
 
 NETWORKS = [
     "torchvision/resnet18",
-    "torchvision/vgg11_bn",
     "torchvision/squeezenet1_1",
     "torchvision/googlenet",
     "torchvision/mobilenet_v2",
+    "torchvision/mnasnet0_5",
     "torchvision/mobilenet_v3_small",
     "torchvision/shufflenet_v2_x0_5",
     "torchvision/efficientnet_b0",
