@@ -419,6 +419,33 @@ def files(measured: Measured) -> str:
     return markdown(("runtime (its quantizer)", *NETWORKS), rows)
 
 
+def export_time(measured: Measured) -> str:
+    """Return what an export costs beside torch's own of the float network."""
+    head = (
+        "network",
+        "quantizers",
+        "torch, float",
+        "torchq",
+        "calls, torchq / torch",
+        "`dynamo=False`",
+        "`verify_onnx`",
+    )
+    newest = {row["network"]: row for row in measured.all("export_time")}
+    rows = [
+        (
+            row["network"],
+            row["quantizers"],
+            f"{row['torch_float_s']:.1f} s",
+            f"{row['torchq_s']:.1f} s",
+            f"{row['ratio']:.2f}",
+            f"{row['torchq_torchscript_s']:.1f} s",
+            f"{row['verify_s']:.1f} s",
+        )
+        for row in newest.values()
+    ]
+    return markdown(head, rows)
+
+
 def executorch(measured: Measured) -> str:
     def quality(found: Mapping[str, float]) -> str:
         if "drop" in found:
@@ -601,6 +628,7 @@ TABLES: dict[str, Callable[[Measured], str]] = {
             conformance,
             fuzz,
             files,
+            export_time,
             executorch,
             deploy,
             memory,
