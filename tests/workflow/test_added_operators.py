@@ -289,3 +289,20 @@ def test_files_compute_what_is_left_in_float(target: str, tmp_path) -> None:
     assert squares
     report = torchq.verify_onnx(model, path, [x], progress=False)
     assert report.ok, str(report)
+
+
+def test_layers_keep_the_quantizers_that_an_operator_shared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = quantized(Spectrum())
+    assert model.quant_add_1.input_quantizer is model.second.input_quantizer
+    monkeypatch.setattr(added_operators, "worst_operators", lambda _: ("quant_add_1",))
+    monkeypatch.setattr(added_operators, "_LEAST_GAIN", -99.0)
+    calibrated(model)
+    plan = plan_of(model)
+    assert model.quant_add_1.input_quantizer.mode == "off"
+    assert model.second.input_quantizer.mode == "quantize"
+    # What is read in float gives float results, on the side of the plan and of the layer.
+    assert plan.decision("second").bias == model.second.bias_format == ""
+    assert plan.decision("first").rounded_by == model.first.rounded_by == ""
+    assert plan.decision("real").bias == model.real.bias_format == "int32"
