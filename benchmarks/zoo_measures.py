@@ -171,6 +171,16 @@ class WeightCalls(TorchDispatchMode):
         self.floating: list[tuple[int, ...]] = []
         self._weights = _Storages(p for p in [*model.parameters(), *model.buffers()])
         self._constants = _Storages(())
+        self._computed = _Storages(())
+        #: Quantizers keep scales from call to call, of which a weight has one for a channel.
+        self._most_scales = max(
+            (d for p in model.parameters() for d in p.shape), default=1
+        )
+
+    def _is_constant(self, x: Tensor) -> bool:
+        """Return True for what was made of nothing, and for scales that were there before."""
+        is_kept = x not in self._computed and x.numel() <= self._most_scales
+        return is_kept or x in self._constants
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -180,7 +190,7 @@ class WeightCalls(TorchDispatchMode):
         inputs = list(_tensors((args, kwargs)))
         if function.overloadpacket.__name__ in PRODUCTS:
             self._count([x for x in inputs if x in self._weights and x.dim() > 1])
-        kinds = [(x in self._weights, x in self._constants) for x in inputs]
+        kinds = [(x in self._weights, self._is_constant(x)) for x in inputs]
         result = function(*args, **kwargs)
         for output in _tensors(result):
             self._weights.discard(output)
@@ -191,6 +201,8 @@ class WeightCalls(TorchDispatchMode):
                 (self._weights if any(w for w, _ in kinds) else self._constants).add(
                     output
                 )
+            else:
+                self._computed.add(output)
         return result
 
     def _count(self, weights: list[Tensor]) -> None:

@@ -14,6 +14,7 @@ import torchq
 from tests.no_sync import NoSync
 from torchq.calib import Calibrator, histogram, methods
 from torchq.formats import INT8, UINT8, Granularity, PerAxis, PerBlock, PerTensor
+from torchq.nn import tensor_quantizer
 
 OFFENDERS: dict[str, Callable[[Tensor], Any]] = {
     "item": lambda x: x[0].item(),
@@ -34,8 +35,9 @@ def test_the_detector_catches_it(name: str) -> None:
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compute statistics as off the CPU, where nothing may look at values."""
+    """Compute as off the CPU, where nothing may look at values."""
     monkeypatch.setattr(histogram, "is_on_host", lambda x: False)
+    monkeypatch.setattr(tensor_quantizer, "takes_tiles", lambda x: False)
 
 
 COLLECTORS: list[tuple[str, Granularity]] = [
@@ -66,6 +68,7 @@ CONFIGS = {
 CONFIGS["asymmetric"] = torchq.recipes.int8(symmetric=False)
 
 
+@pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_training_step(name: str) -> None:
     model = nn.Sequential(
@@ -99,6 +102,7 @@ def test_an_uncalibrated_forward(name: str) -> None:
     assert bool(y.isfinite().all())
 
 
+@pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_a_step_that_also_observes() -> None:
     model = nn.Linear(8, 4)

@@ -49,6 +49,7 @@ def command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_only_the_mean_of_images_runs_in_float(
     command: list[str], printed: Callable[..., str]
 ) -> None:

@@ -98,6 +98,7 @@ def test_lightning(run: Run) -> None:
     assert "the checkpoint is equal" in printed
 
 
+@pytest.mark.slow
 @needs_gloo
 def test_two_processes_find_the_ranges_of_one() -> None:
     first, second = run_as_torchrun_would("distributed_calibration.py")

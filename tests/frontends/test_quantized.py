@@ -35,6 +35,7 @@ class Residual(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+@pytest.mark.slow
 def test_zero_points_survive_the_way_there_and_back(tmp_path: Path) -> None:
     # Few scales have no float32 range, and come back one unit off.
     torch.manual_seed(0)

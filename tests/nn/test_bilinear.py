@@ -59,6 +59,7 @@ def test_deployed_models_simulate_it_and_say_so(
     assert torch.allclose(deployed(**batch), model(**batch), rtol=0.05, atol=0.05)
 
 
+@pytest.mark.slow
 def test_it_exports_as_composed_operators(
     model: Pairing, batch: dict[str, Tensor], tmp_path: Path
 ) -> None:

@@ -290,6 +290,7 @@ class Tagger(nn.Module):
 
 # torch 2.9 warns of sizes and batches in traces; the file is compared on another batch too.
 @pytest.mark.sample(1)
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.filterwarnings("ignore:Exporting a model to ONNX with a batch_size")
 @pytest.mark.filterwarnings(

@@ -157,6 +157,7 @@ class Remembers(nn.Module):
         return self.linear(x) + self.offsets
 
 
+@pytest.mark.slow
 def test_a_batch_size_that_cannot_be_open_is_fixed_with_a_warning(path: Path) -> None:
     model = calibrated(Remembers(), torch.randn(2, 6))
     model(torch.randn(2, 6))  # calibrate puts back what the forward stored

@@ -312,6 +312,7 @@ def test_opened_modules_keep_no_copy_of_their_file(engine: str) -> None:
     assert kept < deployed.graph.numel() / 4 and most > deployed.graph.numel()
 
 
+@pytest.mark.slow
 def test_a_wrong_result_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     original = OnnxRuntime.open
 
@@ -405,6 +406,7 @@ def test_numbers_that_depend_on_the_batch_keep_it_closed(quantized: bool) -> Non
         deployed(torch.randn(3, 8))
 
 
+@pytest.mark.slow
 def test_an_export_that_torch_gives_up_prints_nothing(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -111,6 +111,7 @@ def test_a_wrong_result_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.slow
 def test_an_engine_that_fails_in_its_own_way_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -135,6 +136,7 @@ def test_an_error_says_why_no_engine_is_left(monkeypatch: pytest.MonkeyPatch) ->
         deploy()
 
 
+@pytest.mark.slow
 def test_only_the_warnings_of_the_chosen_engine_are_shown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
