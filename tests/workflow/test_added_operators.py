@@ -276,7 +276,8 @@ def test_chips_without_float_kernels_keep_their_operators() -> None:
 def test_files_compute_what_is_left_in_float(target: str, tmp_path) -> None:
     import onnx
 
-    model = quantized(Spectrum(), target)
+    # Weights of 8 bits overflow on CPUs without VNNI.
+    model = quantized(Spectrum(), target, config=torchq.recipes.int8(reduce_range=True))
     calibrated(model)
     path = tmp_path / "model.onnx"
     x = sounds()[0]
