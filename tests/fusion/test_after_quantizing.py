@@ -66,6 +66,7 @@ CASES = {
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("zero_gamma", [False, True])
 def test_codes_keep_their_magnitude_and_take_the_sign(

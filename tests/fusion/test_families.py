@@ -41,7 +41,7 @@ def build(case: str) -> Any:
     return randomized(nn.Sequential(CASES[case].make()).double())
 
 
-@pytest.mark.sample(16)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("case", CASES)
 def test_family_is_merged_exactly(case: str) -> None:
     model = build(case)

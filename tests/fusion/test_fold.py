@@ -125,7 +125,7 @@ def build(make: Callable[[], Any]) -> Any:
     return randomized(nn.Sequential(*layers).double())
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     "make",
     [*AFTER.values(), *BEFORE.values()],

@@ -84,6 +84,7 @@ EXACT = {
 }
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", EXACT)
 def test_no_code_changes_whatever_the_form(name: str) -> None:
     model = net(EXACT[name])

@@ -54,7 +54,7 @@ def small() -> nn.Sequential:
 IMAGE = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(3))
 
 
-@pytest.mark.sample(29)
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("case", CASES)
 def test_a_fresh_model_takes_the_structure_and_the_tensors_of_a_fused_one(
     case: str,

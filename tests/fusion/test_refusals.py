@@ -86,6 +86,7 @@ FORWARDS: list[tuple[str, Any]] = [
 ]
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize(("reason", "forward"), FORWARDS)
 @pytest.mark.parametrize("traceable", [True, False], ids=["traced", "recorded"])
 def test_use_of_the_output_is_respected(
@@ -218,6 +219,7 @@ MODELS = {
 }
 
 
+@pytest.mark.sample(10)
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.parametrize("reason", MODELS)
@@ -422,6 +424,7 @@ HOOKS_AROUND = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", HOOKS_AROUND)
 @pytest.mark.parametrize("recorded", [False, True])
 def test_hooks_of_containers_see_what_they_saw(name: str, recorded: bool) -> None:

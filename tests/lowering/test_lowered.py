@@ -288,6 +288,7 @@ def deployed(name: str) -> tuple[nn.Module, nn.Module, Tensor]:
     return model, torchq.deploy(model), x
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("name", CASES)
 def test_a_network_becomes_what_the_table_says(name: str) -> None:
     model, lowered, x = deployed(name)

@@ -147,6 +147,7 @@ class Taking(nn.Module):
         return x
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("container", [nn.Sequential, Blocks])
 @pytest.mark.parametrize("how", ["index", "slice", "length", "loop"])
 @pytest.mark.parametrize("compare", [False, True])

@@ -27,6 +27,7 @@ def kinds(model: nn.Module) -> list[str]:
     return [type(module).__name__ for module in model.modules()]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("part", [False, True], ids=["whole", "part"])
 def test_wrappers_are_left_out(wrapper: str, part: bool) -> None:

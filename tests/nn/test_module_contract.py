@@ -269,6 +269,7 @@ def test_exports(case: Case) -> None:
         )
 
 
+@pytest.mark.sample(60)
 def test_symbolic_trace(case: Case) -> None:
     module, x = calibrated(case)
     if (

@@ -418,6 +418,7 @@ def test_a_file_without_damage_agrees(
     assert report.ok, str(report)
 
 
+@pytest.mark.sample(28)
 @pytest.mark.parametrize("damage", sorted(DAMAGES))
 def test_damage_is_found_and_named(
     damage: str,
