@@ -128,7 +128,8 @@ def test_what_a_range_decides_is_made_once_until_the_range_is_another(
         ),
     ):
         change()
-        q._kept_function, kept = None, q._kept_function
+        kept = q._kept_function
+        q._kept_function = None
         expected = q(leaf)
         q._kept_function = kept
         assert torch.equal(q(leaf), expected)
