@@ -16,6 +16,9 @@ import torchq
 from tests.models import simulated
 from torchq.onnx.ir import add_initializer, load_model, nodes_of, save_model, value_of
 from torchq.onnx.qdq import qparams_of
+from torchq.onnx.verify import exposed
+from torchq.onnx.verify.exposed import Behind
+from torchq.onnx.verify.report import Codes
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -154,3 +157,23 @@ def test_results_that_are_not_finite_are_differences(tmp_path: Path) -> None:
     onnx.save(file, path)
     report = torchq.verify_onnx(model, path, [x], progress=False)
     assert not report.ok and report.outputs[0].sqnr_db == -math.inf
+
+
+@pytest.mark.parametrize(
+    ("moved", "ok"), [((7,), True), ((7, 90), False), ((), True)], ids=str
+)
+def test_a_function_of_codes_may_have_one_code_at_a_border(
+    moved: tuple[int, ...], ok: bool
+) -> None:
+    """A small tensor holds the same input code many times, so its result differs as often."""
+    expected = torch.arange(128.0).repeat(10)
+    found = expected.clone()
+    for code in moved:
+        found[expected == code] += 1
+    share = exposed.APPROXIMATE_SHARE
+    codes = Codes("gate_quantizer", "", Behind((), share), {})
+    codes.add(expected, found, torch.float32)
+    assert codes.result().ok is ok
+    behind_a_layer = Codes("gate_quantizer", "", Behind(("conv",), share), {})
+    behind_a_layer.add(expected, found, torch.float32)
+    assert behind_a_layer.result().ok is (not moved)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,12 @@ from torch import Tensor
 
 from torchq.errors import ExportError
 from torchq.onnx.coverage import Coverage
-from torchq.onnx.verify.exposed import MERGED_SHARE, OPTIMISED, Behind
+from torchq.onnx.verify.exposed import (
+    APPROXIMATE_SHARE,
+    MERGED_SHARE,
+    OPTIMISED,
+    Behind,
+)
 from torchq.utils.text import table
 
 #: How many more, since a small layer has none or a few.
@@ -329,6 +335,10 @@ class Codes:
         self._max = 0.0
         self._least = behind.share
         self._share = 0.0
+        #: Code of the model and of the file -> how often one stands for the other, where all
+        #: values are a function of codes: one input code at a border is found many times.
+        self._pairs: Counter[tuple[float, float]] = Counter()
+        self._is_of_codes = not behind.layers and behind.share == APPROXIMATE_SHARE
 
     def add(self, expected: Tensor, found: Tensor, dtype: torch.dtype) -> None:
         """Add codes of one batch, of values in a type; the layers may have a shorter one."""
@@ -337,7 +347,14 @@ class Codes:
                 f"{self.name}: the model has shape {tuple(expected.shape)}, "
                 f"the file {tuple(found.shape)}; expected the same"
             )
-        self._count(difference(expected, found), 0.0)
+        gap = difference(expected, found)
+        self._count(gap, 0.0)
+        if self._is_of_codes:
+            is_next = gap == 1
+            pairs = zip(
+                expected[is_next].tolist(), found[is_next].tolist(), strict=True
+            )
+            self._pairs.update(pairs)
         half = HALF_SHARES.get(self._half or dtype)
         of_codes = not self._fixed[1]
         if half is not None and of_codes and self._least >= MERGED_SHARE:
@@ -357,6 +374,9 @@ class Codes:
     def result(self) -> LayerAgreement:
         """Return the counts over all batches."""
         allowed = MORE + int(self._share * self._elements) if self._share else 0
+        if self._pairs:
+            (_, most) = self._pairs.most_common(1)[0]
+            allowed += most - 1
         return LayerAgreement(
             self.name, self._elements, self._differ, self._max, allowed, *self._fixed
         )
