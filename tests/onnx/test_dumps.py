@@ -189,3 +189,29 @@ def test_openvino_computes_the_codes_too(tmp_path: Path) -> None:
     dump = {name: results[name] for name in names}
     report = torchq.verify_dump(model, dump, X)
     assert report.ok, str(report)
+
+
+def test_an_empty_batch_and_two_names_that_files_write_alike(
+    dumped: tuple[nn.Module, Path, Any],
+) -> None:
+    model, _, dump = dumped
+    empty = {name: codes[:0] for name, codes in dump.items()}
+    assert torchq.verify_dump(model, empty, X[:0]).ok
+    source = "first.input_quantizer/codes"
+    both = {"first_input_quantizer_codes": dump[source] // 2, source: dump[source]}
+    report = torchq.verify_dump(model, dict(reversed(both.items())), X)
+    assert report.ok
+    assert report.unread == ("first_input_quantizer_codes",)
+
+
+def test_what_has_no_integer_codes_and_bounds_that_are_none_are_refused(
+    dumped: tuple[nn.Module, Path, Any], tmp_path: Path
+) -> None:
+    floats = calibrated(Net(), X, config=torchq.recipes.fp8())
+    with pytest.raises(
+        ConfigError, match=r"first\.input_quantizer: has the format e4m3"
+    ):
+        torchq.expected_codes(floats, [X], tmp_path / "codes.npz")
+    assert not (tmp_path / "codes.npz").exists()
+    with pytest.raises(ConfigError, match=r"share=2.*expected a share from 0 to 1"):
+        torchq.verify_dump(dumped[0], {}, X, share=2.0)

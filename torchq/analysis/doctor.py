@@ -31,12 +31,11 @@ from torchq.analysis.checks import (
 from torchq.analysis.detections import Detections
 from torchq.analysis.outputs import Outputs, compare_outputs, user_metric
 from torchq.analysis.sensitivity import SensitivityReport, sensitivity
-from torchq.errors import ConfigError, QuantizationError, TorchqError
+from torchq.errors import ConfigError, QuantizationError
 from torchq.graph import Forward, call_arguments, call_model
 from torchq.nn import QuantModule, TensorQuantizer
-from torchq.runtime import planned_runtime, runtime_of
-from torchq.runtimes import speed
-from torchq.runtimes.timing import can_be_timed
+from torchq.runtime import runtime_of
+from torchq.runtimes.beside_float import speed_line
 from torchq.swap import plan_of
 from torchq.swap.plan import Decision, Plan
 from torchq.utils import (
@@ -204,22 +203,12 @@ def doctor(
         lambda: ranking_of(model, sample_batches or (), metric, **options),
     )
     if timed and sample_batches and report.ok and forward is None:
-        report = replace(report, speed=_speed_of(model, sample_batches[0]))
+        args, kwargs = call_arguments(model, sample_batches[0])
+        report = replace(report, speed=speed_line(model, kwargs or args))
     if strict and not report.ok:
         mismatch = f"got {len(report.errors)} errors; expected none"
         raise QuantizationError(f"{_WHERE}: {mismatch}\n{report}")
     return report
-
-
-def _speed_of(model: nn.Module, batch: Any) -> str:
-    """Return how fast a model is on its runtime; "" where it is not here or cannot run it."""
-    if not can_be_timed(planned_runtime(model)):
-        return ""
-    args, kwargs = call_arguments(model, batch)
-    try:
-        return str(speed(model, kwargs or args))
-    except TorchqError as error:
-        return f"not timed: {error}"
 
 
 def known_quantizers(model: nn.Module) -> dict[str, TensorQuantizer]:

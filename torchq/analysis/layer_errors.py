@@ -258,7 +258,7 @@ class LayerErrors:
 
     @property
     def _remark(self) -> str:
-        """What no row shows: what operators beside layers cost at the output."""
+        """Return what operators beside layers cost at the output, which no row shows."""
         alone, together = self.layers_alone, self.first_batch
         if alone is None or together is None or not alone - together > _WORSE:
             return ""

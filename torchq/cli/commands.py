@@ -39,9 +39,9 @@ from torchq.cli.prepare import (
     selection,
 )
 from torchq.errors import ConfigError, ExportError, TorchqError
-from torchq.runtime import Writer, planned_runtime, reference_runtime, runtime_of
-from torchq.runtimes import Engine, speed
-from torchq.runtimes.timing import can_be_timed
+from torchq.runtime import Writer, reference_runtime, runtime_of
+from torchq.runtimes import Engine
+from torchq.runtimes.beside_float import speed_line
 from torchq.utils import replacing
 from torchq.utils.optional import import_optional
 
@@ -120,7 +120,7 @@ def run_quantize(args: argparse.Namespace) -> int:
     metric = read_metric(args)
     comparison = _compare(prepared, metric, args, say)
     files = _write(prepared, args, say)
-    timing = _timing(prepared)
+    timing = speed_line(prepared.model, (prepared.example,))
     if timing:
         say(timing)
     report = _report(prepared, metric, args, say)
@@ -212,16 +212,6 @@ def _compare(
         )
     say(f"beside the float model, on {where}: {', '.join(parts)}")
     return {**vars(outputs), "held_out": found.is_held_out}
-
-
-def _timing(found: Prepared) -> str:
-    """Return how fast the model is on its runtime; "" where it is not here."""
-    if not can_be_timed(planned_runtime(found.model)):
-        return ""
-    try:
-        return str(speed(found.model, (found.example,)))
-    except TorchqError as error:
-        return f"not timed: {error}"
 
 
 def _write(

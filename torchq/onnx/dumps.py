@@ -217,17 +217,23 @@ def verify_dump(
     Example:
         >>> torchq.verify_dump(model, "dumps/", batch, layout="NHWC")  # doctest: +SKIP
     """
+    if not 0 <= share <= 1 or steps < 0:
+        raise ConfigError(
+            f"{_WHERE}: got share={share}, steps={steps}; expected a share from 0 to 1, and at "
+            "least 0 steps"
+        )
     if layout not in ("NCHW", "NHWC"):
         raise ConfigError(f"{_WHERE}: got layout={layout!r}; expected 'NCHW' or 'NHWC'")
     model = network_of(model)
     arrays = _read(dumps)
     expected = _codes_of(model, batch, _WHERE)
     names = {} if file is None else _names_in(Path(file))
-    source_by_name = {
-        name: source
-        for name in expected
-        if (source := _source(name, names.get(name, ()), arrays)) is not None
-    }
+    by_written_name = {_written(source): source for source in arrays}
+    source_by_name: dict[str, str] = {}
+    for name in expected:
+        source = _source(name, names.get(name, ()), arrays, by_written_name)
+        if source is not None:
+            source_by_name[name] = source
     if not source_by_name:
         raise ExportError(
             f"{_WHERE}: got {_few(list(arrays))}; expected tensors of {type(model).__name__}, such "
@@ -266,6 +272,12 @@ def _codes_of(model: nn.Module, batch: Any, where: str) -> dict[str, _Codes]:
             f"{where}: {type(model).__name__} has no quantizer of an activation; expected a "
             "quantized model"
         )
+    for path, quantizer in watched.items():
+        if not quantizer.descriptor.format.is_integer:
+            raise ConfigError(
+                f"{where}: {path}: has the format {quantizer.descriptor.format}; expected integer "
+                "codes, which a device can write. Leave it out with torchq.disabled"
+            )
     codes_by_name: dict[str, _Codes] = {}
 
     def note(path: str, args: Any, kwargs: Any, output: Any) -> None:
@@ -330,12 +342,19 @@ def _names_in(file: Path) -> dict[str, tuple[str, ...]]:
     }
 
 
-def _source(name: str, others: Sequence[str], arrays: Mapping[str, Any]) -> str | None:
+def _source(
+    name: str,
+    others: Sequence[str],
+    arrays: Mapping[str, Any],
+    by_written_name: Mapping[str, str],
+) -> str | None:
     """Return the name in a dump of a quantizer's tensor."""
-    written = {_written(source): source for source in arrays}
     candidates = [*(f"{name}{ending}" for ending in _ENDINGS), *others]
     candidates += [f"0/{name}"]  # the first batch of what expected_codes writes
-    found = (written.get(_written(candidate)) for candidate in candidates)
+    exact = next((candidate for candidate in candidates if candidate in arrays), None)
+    if exact is not None:
+        return exact
+    found = (by_written_name.get(_written(candidate)) for candidate in candidates)
     return next((source for source in found if source is not None), None)
 
 
@@ -370,7 +389,8 @@ def _compared(
     else:
         codes = _of_codes(values, array.dtype, expected)
     gaps = (codes - expected.stored.double()).abs()
-    return DumpedTensor(name, source, count, int((gaps > 0).sum()), int(gaps.max()))
+    largest = int(gaps.max()) if count else 0
+    return DumpedTensor(name, source, count, int((gaps > 0).sum()), largest)
 
 
 def _dtype_of_raw(size: int, count: int, expected: _Codes) -> str | None:

@@ -197,13 +197,15 @@ class TuneResult:
 
     Attributes:
         model: the quantized model of the best trial.
-        config: its settings; ``config.apply_(float_model, batches)`` makes it again.
+        config: its settings; ``config.apply_(float_model, batches)`` makes it again. Where the
+            float model is the result, those that the search would have begun with.
         code: the lines that make it of a float ``model`` and a list ``batches``; in them ``recipe``
             is the argument of the call.
         float_metric: the metric of the float model.
         metric: the metric of :attr:`model`.
         mean_bits: the mean width of its weights.
-        kept: True if the metric fell by no more than was allowed.
+        kept: True if the metric fell by no more than was allowed, and the model is as fast as was
+            asked for.
         table: the trials, in order.
     """
 
@@ -230,6 +232,8 @@ class TuneResult:
             row if is_timed else (*row[:4], row[5]) for row in rows
         ]
         verdict = "keeps the metric" if self.kept else "does NOT keep the metric"
+        if is_timed and not self.kept:
+            verdict += ", or is too slow"
         seconds = sum(trial.seconds for trial in self.table)
         text = f"{self.metric:.4g} of {self.float_metric:.4g} {verdict}: "
         text += f"{len(self.table)} trials in {seconds:.1f} s. {self._correction()}"

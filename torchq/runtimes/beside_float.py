@@ -9,9 +9,11 @@ from typing import Any
 
 from torch import nn
 
+from torchq.errors import TorchqError
 from torchq.runtime import planned_runtime
 from torchq.runtimes.timing import (
     call_in_words,
+    can_be_timed,
     is_faster,
     milliseconds,
     timer_of,
@@ -79,3 +81,16 @@ def speed(
         before, after = timer.times(files)
         sizes = timer.size(files[0]), timer.size(files[1])
     return Speed(timer.runtime.name, before, after, sizes, call_in_words(example))
+
+
+def speed_line(model: nn.Module, example: Any) -> str:
+    """Return :func:`speed` as a line for a report.
+
+    It is "" where the runtime of the model is not here, and says why where it cannot run the model.
+    """
+    if not can_be_timed(planned_runtime(model)):
+        return ""
+    try:
+        return str(speed(model, example))
+    except TorchqError as error:
+        return f"not timed: {error}"

@@ -120,7 +120,7 @@ def call_in_words(example: Any) -> str:
 
 
 def can_be_timed(runtime: Runtime | None) -> bool:
-    """Return True if the kernels of a runtime are here, with the time that they take elsewhere."""
+    """Return True if the kernels of a runtime are here, and take as long as on its machines."""
     return isinstance(runtime, Engine) and runtime.measured and runtime.here
 
 

@@ -33,7 +33,7 @@ class Keep(Protocol):
 
     @property
     def name(self) -> str:
-        """By which decisions say that it made them."""
+        """The name that stands in :attr:`Decision.by` of what the rule decided."""
 
     def __call__(
         self, model: nn.Module, planned: Plan, without: PlanWithout, example: Any
