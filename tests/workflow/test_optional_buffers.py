@@ -10,12 +10,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import (
+    AveragedModel,
+    get_ema_avg_fn,
+    get_ema_multi_avg_fn,
+)
 
 import torchq
 from tests.models import simulated
 from torchq import QuantConfig, QuantDescriptor, Rule, TensorQuantizer
-from torchq.errors import ConfigError
+from torchq.errors import ConfigError, ExportError
 from torchq.nn.optional_buffers import OPTIONAL
 
 #: Ranges with two ends, whose held scale has a zero point.
@@ -239,37 +243,66 @@ def test_a_range_whose_length_does_not_fit_is_refused() -> None:
     assert not quantizer.calibrated
 
 
+AVERAGES: dict[str, dict[str, Any]] = {
+    "copied buffers": {},
+    "averaged buffers": {"use_buffers": True},
+    "a function of one tensor": {"avg_fn": get_ema_avg_fn(0.9)},
+    "a function of all tensors": {
+        "multi_avg_fn": get_ema_multi_avg_fn(0.9),
+        "use_buffers": True,
+    },
+}
+WEIGHTS = {
+    "per tensor": QuantDescriptor(),
+    "per channel": QuantDescriptor(axis=0),
+    "blocks": QuantDescriptor(num_bits=4, block_size=2),
+}
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("with_buffers", [False, True])
-def test_an_average_made_before_calibration_follows_after_one_load(
-    with_buffers: bool,
+@pytest.mark.parametrize("weight", WEIGHTS.values(), ids=WEIGHTS)
+@pytest.mark.parametrize("options", AVERAGES.values(), ids=AVERAGES)
+def test_an_average_made_before_calibration_has_no_ranges_until_it_gets_some(
+    options: dict[str, Any], weight: QuantDescriptor
 ) -> None:
-    model = quantized()
-    average = AveragedModel(model, use_buffers=with_buffers)
+    """Torch copies numbers into tensors without elements: nothing happens, nothing is raised."""
+    model = net()
+    config = torchq.QuantConfig((torchq.Rule("*", weight=weight),))
+    torchq.quantize_(model, config, progress=False)
+    average = AveragedModel(model, **options)
+    average.update_parameters(model)
     torchq.calibrate(model, [batch()], progress=False)
-    with pytest.raises(RuntimeError, match="shape"):  # torch copies tensor into tensor
-        average.update_parameters(model)
-    average.module.load_state_dict(model.state_dict())
     for _ in range(2):
         average.update_parameters(model)
-    assert torch.equal(average(batch()), model(batch()))
-
-
-def test_an_average_of_ranges_that_are_single_numbers_follows_after_one_load_too() -> (
-    None
-):
-    """Torch copies a number into a tensor without elements, and nothing happens."""
-    model = net()
-    config = torchq.QuantConfig((torchq.Rule("*", weight=QuantDescriptor()),))
-    torchq.quantize_(model, config, progress=False)
-    average = AveragedModel(model)
-    torchq.calibrate(model, [batch()], correct=False, progress=False)
-    average.update_parameters(model)
     names = torchq.workflow.quantizers(average.module)
     assert not any(quantizer.calibrated for quantizer in names.values())
     average.module.load_state_dict(model.state_dict())
-    average.update_parameters(model)
     assert torch.equal(average(batch()), model(batch()))
+    average.update_parameters(model)
+
+
+@torch.no_grad()
+def test_an_average_made_before_calibration_can_be_calibrated_itself() -> None:
+    model = quantized()
+    average = AveragedModel(model)
+    torchq.calibrate(model, [batch()], progress=False)
+    average.update_parameters(model)
+    with pytest.raises(ExportError, match="no range is known for module"):
+        torchq.deploy(average, batch(), progress=False)
+    torchq.calibrate(average, [batch()], progress=False)
+    assert torch.equal(average(batch()), model(batch()))
+
+
+@torch.no_grad()
+def test_a_range_that_is_forgotten_can_still_be_averaged() -> None:
+    model = quantized()
+    torchq.calibrate(model, [batch()], progress=False)
+    average = AveragedModel(model)
+    for quantizer in torchq.workflow.quantizers(average.module).values():
+        quantizer.forget_amax()
+    average.update_parameters(model)
+    names = torchq.workflow.quantizers(average.module)
+    assert not any(quantizer.calibrated for quantizer in names.values())
 
 
 def test_a_restored_model_says_nothing_in_its_state() -> None:

@@ -200,6 +200,8 @@ class QuantModule(nn.Module):
                 quantizer = TensorQuantizer(descriptor, mode=mode, device=device)
             self.add_module(f"{slot}_quantizer", quantizer.train(self.training))
         self.on_convert()
+        for quantizer, weight in self.quantized_weights():
+            quantizer.expect_range(weight.shape)
 
     def detach_quantizers(self) -> None:
         """Remove the quantizers; called by :func:`revert_`."""

@@ -131,7 +131,8 @@ class Corrected(nn.Module):
         describes = has_ranges or any(value is not None for value in stored)
         if CORRECTION[1].name in self._buffers:
             fits = all(
-                getattr(v, "shape", (0,)) in ((0,), self._channels()) for v in stored
+                value is None or not value.numel() or value.shape == self._channels()
+                for value in stored
             )
             if describes and fits:  # A wrong shape stays an error of torch.
                 follow_keys(

@@ -32,14 +32,16 @@ class OptionalBuffer:
     dtype: torch.dtype | None = None
 
     def drop(self, module: nn.Module, like: Tensor) -> None:
-        """Let a module be without the buffer; ``like`` has its type and device."""
+        """Let a module be without the buffer; ``like`` has its type, device and channels."""
         vars(module).pop(self.name, None)
         module._buffers.pop(self.name, None)
         if self.absent == "none":
             module.register_buffer(self.name, None)
         elif self.absent == "empty":
+            # Averages copy one number a channel into this, which must not raise.
+            shape = (0, *like.shape[:1])
             module.register_buffer(
-                self.name, torch.empty(0, dtype=like.dtype, device=like.device)
+                self.name, torch.empty(shape, dtype=like.dtype, device=like.device)
             )
 
     def make_room(self, module: nn.Module, value: Tensor, like: Tensor) -> None:
@@ -84,13 +86,17 @@ def follow_keys(
 ) -> None:
     """Let a module have those of some optional buffers that a state dict has, in their types."""
     for buffer in buffers:
-        value = state_dict.get(prefix + buffer.name)
-        if isinstance(value, Tensor):
-            if buffer.dtype is not None:
-                state_dict[prefix + buffer.name] = value.to(buffer.dtype)
-            buffer.make_room(module, value, like)
-        else:
+        key = prefix + buffer.name
+        value = state_dict.get(key)
+        if not isinstance(value, Tensor):
             buffer.drop(module, like)
+        elif buffer.absent == "empty" and not value.numel():
+            buffer.drop(module, like)
+            state_dict[key] = value.new_empty(module.get_buffer(buffer.name).shape)
+        else:
+            if buffer.dtype is not None:
+                state_dict[key] = value.to(buffer.dtype)
+            buffer.make_room(module, value, like)
 
 
 def lacking_keys(

@@ -633,9 +633,31 @@ class TensorQuantizer(nn.Module):
         else:
             nn.Module.__setattr__(self, end, new)  # A check would wait for the device.
 
+    def expect_range(self, shape: torch.Size) -> None:
+        """Let an unknown range have no element, but dimensions that a known one broadcasts to.
+
+        What averages parameters and buffers copies those of a calibrated model into those of a
+        copy that may have been made earlier. Into ``(0, 16, 1)`` torch copies ``(16, 1)`` and
+        changes nothing; ``(0,)`` it would refuse. The range of the copy stays unknown.
+
+        Args:
+            shape: that of the tensor which is quantized; one that the granularity does not fit
+                changes nothing.
+        """
+        if self.calibrated:
+            return
+        try:
+            expected = self.descriptor.granularity.amax_shape(shape)
+        except ConfigError:  # The first call says so, with the path of the module.
+            return
+        self.range = self.range.map(lambda end: end.new_empty(0, *expected))
+
     def forget_amax(self) -> None:
         """Make the range unknown again, and the sign if calibration chooses it."""
-        self.range = self.range.map(lambda end: end.new_empty(0))
+        if self.calibrated:
+            self.range = self.range.map(lambda end: end.new_empty(0, *end.shape))
+        else:
+            self.drop_qparams()
         if self._chooses_sign:
             self.set_unsigned("auto")
 
@@ -844,11 +866,14 @@ class TensorQuantizer(nn.Module):
         for end in self._ends:
             key = prefix + end
             if key in state_dict:
-                state_dict[key] = state_dict[key].to(torch.float32)
-                if state_dict[key].shape != getattr(self, end).shape:
-                    self._adopt(
-                        torch.empty_like(state_dict[key], device=self.amax.device), end
-                    )
+                value = state_dict[key].to(torch.float32)
+                current = getattr(self, end)
+                if not value.numel():  # Unknown, in whatever form: see expect_range.
+                    dims = (0, *current.shape) if current.numel() else current.shape
+                    value = value.new_empty(dims)
+                if value.shape != current.shape:
+                    self._adopt(torch.empty_like(value, device=current.device), end)
+                state_dict[key] = value
         missing = args[2]
         # The layer may have named this range, which it knows to be lost.
         before = list(missing)

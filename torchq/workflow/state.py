@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq.errors import ConfigError, ExportError, QuantizationError
-from torchq.formats import PerTensor
+from torchq.formats import Granularity, PerTensor
 from torchq.nn import TensorQuantizer
 from torchq.nn.convert import unchanged_on_error
 from torchq.nn.given_numbers import checked_numbers
@@ -417,6 +417,15 @@ def _problem(
     return ""
 
 
+def _is_unknown(value: Tensor, granularity: Granularity, weight: Tensor | None) -> bool:
+    """Return True for an end of a range that is not known yet: see TensorQuantizer.expect_range."""
+    if value.shape == (0,):
+        return True
+    if weight is not None:
+        return value.shape == (0, *granularity.amax_shape(weight.shape))
+    return value.shape[:1] == (0,) and not isinstance(granularity, PerTensor)
+
+
 def _check_end(
     quantizer: TensorQuantizer,
     name: str,
@@ -428,8 +437,8 @@ def _check_end(
     granularity = quantizer.descriptor.granularity
     if value.shape != own.get("amax", value).shape:
         raise ConfigError(f"got shape {tuple(value.shape)}; expected that of amax")
-    if value.shape == (0,):
-        return  # not known yet
+    if _is_unknown(value, granularity, weight):
+        return
     checked_numbers("range", name, value, value.device)
     if weight is not None or isinstance(granularity, PerTensor):
         granularity.align(value, value.shape if weight is None else weight.shape)
