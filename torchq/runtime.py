@@ -19,6 +19,7 @@ from torchq import recipes
 from torchq.config import QuantConfig
 from torchq.errors import ConfigError
 from torchq.functional import QParams
+from torchq.functional.windows import Windows
 from torchq.utils import Registry, short_repr, table
 
 #: Writes a calibrated model, traced with an example, to a file; returns what ``print`` shows of it.
@@ -100,18 +101,12 @@ class Arithmetic(Protocol):
         It may write to both.
         """
 
-    def averages(self, of: QParams, to: QParams) -> Callable[[Tensor, int], Tensor]:
-        """Return the function of exact sums of codes, in place, and how many codes each adds.
-
-        It gives the codes of their mean over a whole image.
-        """
-
-    def averages_windows(
-        self, of: QParams, to: QParams, area: int
+    def averages(
+        self, of: QParams, to: QParams, windows: Windows
     ) -> Callable[[Tensor], Tensor]:
-        """Return the function of exact sums over windows, in place, that gives values of means.
+        """Return the function of codes, which it may write to, that gives the means over windows.
 
-        Windows of ``area`` elements each; the values are those of codes.
+        These are values of codes.
         """
 
     def multiplies(

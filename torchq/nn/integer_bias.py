@@ -55,6 +55,11 @@ def raises_step(layer: Any, bias: Tensor | None) -> Tensor:
     return _least_step(bias) > step
 
 
+def exceeds(bias: Tensor, step: Tensor) -> bool:
+    """Return True if a bias is too large for one of the steps, in which a kernel counts it."""
+    return bool((_least_step(bias) > step).any())
+
+
 def _products_step(layer: Any, bias: Tensor | None) -> Tensor | None:
     """Return the scale of the input times those of the weight where a bias is rounded."""
     if bias is None or not layer.bias_format:

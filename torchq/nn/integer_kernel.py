@@ -20,7 +20,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from functools import cache
+from typing import Any, ClassVar, TypeGuard, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +30,8 @@ from torch import Tensor, nn
 from torchq.formats import IntFormat
 from torchq.functional import CodeGrid, QParams
 from torchq.functional.kernels.tiled import tiles
-from torchq.nn.integer_bias import kernel_bias, raises_step
+from torchq.functional.windows import Windows
+from torchq.nn.integer_bias import exceeds, kernel_bias, raises_step
 from torchq.nn.kept_numbers import KeptNumbers, are_plain_numbers
 from torchq.nn.tensor_quantizer import TensorQuantizer
 from torchq.nn.weight_grid import scale_weight_
@@ -41,7 +43,6 @@ _logger = logging.getLogger(__name__)
 #: Whole numbers below are exact in float32, and so are all of their sums below.
 _EXACT = 2.0**24
 _BYTE = 8
-_IMAGE_DIMS = 4
 #: Shapes of which a layer remembers whether its kernel is exact.
 _MOST_SHAPES = 256
 #: Rows of a linear layer that are compared with float64.
@@ -66,7 +67,7 @@ class IntegerKernel:
     def __init__(self, runtime: str, result: TensorQuantizer | None = None) -> None:
         self.runtime = runtime
         self._result = None if result is None else weakref.ref(result)
-        self._numbers: KeptNumbers[Any] = KeptNumbers()
+        self._numbers: dict[str, KeptNumbers[Any]] = {}
 
     @property
     def result(self) -> TensorQuantizer | None:
@@ -86,9 +87,16 @@ class IntegerKernel:
         return type(self), (self.runtime, self.result)
 
     def kept(
-        self, settings: tuple[Any, ...], tensors: tuple[Tensor | None, ...], make: Any
+        self,
+        settings: tuple[Any, ...],
+        tensors: tuple[Tensor | None, ...],
+        make: Any,
+        place: str = "",
     ) -> Any:
-        """Return what ``make`` gives for the formulas, again where settings or numbers change."""
+        """Return what ``make`` gives for the formulas, again where settings or numbers change.
+
+        ``place`` tells apart what a module multiplies at several places.
+        """
 
         def made() -> Any:
             arithmetic = self.arithmetic
@@ -97,13 +105,18 @@ class IntegerKernel:
             with torch.inference_mode(False), torch.no_grad():
                 return make(arithmetic)
 
-        return self._numbers.get(settings, tensors, made)
+        numbers = self._numbers.get(place)
+        if numbers is None:
+            numbers = self._numbers.setdefault(place, KeptNumbers())
+        return numbers.get(settings, tensors, made)
 
-    def of_grids(self, grids: tuple[CodeGrid, ...], make: Callable[..., T]) -> T | None:
+    def of_grids(
+        self, grids: tuple[CodeGrid, ...], make: Callable[..., T], place: str = ""
+    ) -> T | None:
         """Return ``make(arithmetic, *qparams)``, kept as long as the grids stay the same."""
         qparams = [grid.qparams for grid in grids]
         made: T | None = self.kept(
-            grids, (), lambda arithmetic: make(arithmetic, *qparams)
+            grids, (), lambda arithmetic: make(arithmetic, *qparams), place
         )
         return made
 
@@ -134,22 +147,29 @@ def evaluation_line(runtime: str, *, on_integers: bool) -> str:
 
 def evaluation_of(model: nn.Module) -> str:
     """Return :func:`evaluation_line` of a model; "" where it was planned for no runtime."""
-    is_rounded: dict[str, bool] = {}
+    is_computed: dict[str, bool] = {}
     for module in model.modules():
         kernel = getattr(module, "integer_kernel", None)
         if isinstance(kernel, IntegerKernel) and kernel.arithmetic is not None:
-            before = is_rounded.get(kernel.runtime, False)
-            is_rounded[kernel.runtime] = before or bool(
-                getattr(module, "rounded_by", "")
-            )
+            before = is_computed.get(kernel.runtime, False)
+            is_computed[kernel.runtime] = before or _has_kernel(module)
     target = planned_target(model)
-    if not is_rounded and target is not None:
-        is_rounded[target] = False
+    if not is_computed and target is not None:
+        is_computed[target] = False
     lines = (
-        evaluation_line(name, on_integers=rounded)
-        for name, rounded in is_rounded.items()
+        evaluation_line(name, on_integers=computed)
+        for name, computed in is_computed.items()
     )
     return "; ".join(lines)
+
+
+def _has_kernel(module: Any) -> bool:
+    """Return True for a module whose result, or whose products, an integer kernel computes."""
+    if module.rounded_by:
+        return True
+    quantizer = getattr(module, "input_quantizer", None)
+    reads_codes = isinstance(quantizer, TensorQuantizer)
+    return reads_codes and getattr(module, "gives_float_results", False)
 
 
 class SimulatedProduct(nn.Module):
@@ -263,64 +283,109 @@ def _plain_weight(quantizer: TensorQuantizer, weight: Tensor) -> Tensor:
 def _product_of(layer: Any, kernel: IntegerKernel, grid: CodeGrid) -> _Product | None:
     """Return the numbers of a layer as its ranges and weights are now; None if it simulates."""
     quantizer = layer.weight_quantizer
-    if (
-        not quantizer.quantizing
-        or quantizer.observing
-        or quantizer.delegate is not None
-    ):
+    to = _grid_of_result(layer, kernel, gives_float=layer.gives_float_results)
+    if not _is_on(quantizer) or isinstance(to, _Simulated):
         return None
+    if not layer.weight.is_cpu:  # nor can be the others
+        return None
+    settings = (grid, to, quantizer.descriptor, layer.bias_format, layer.after_fold)
+    tensors = (
+        layer.weight,
+        layer.bias,
+        *_numbers_of(quantizer),
+        layer.output_gain,
+        layer.output_shift,
+    )
+    product: _Product | None
+    product = kernel.kept(
+        settings, tensors, lambda arithmetic: _made(layer, arithmetic, grid, to)
+    )
+    return product
+
+
+class _Simulated:
+    """Stands for the grid of a result that no kernel computes."""
+
+
+def _grid_of_result(
+    module: Any, kernel: IntegerKernel, *, gives_float: bool
+) -> CodeGrid | _Simulated | None:
+    """Return the grid that a kernel rounds results to; None where they are float."""
     result = kernel.result
-    to = None if result is None else result.fixed_grid()
-    if to is None and (layer.rounded_by or not layer.gives_float_results):
-        return None
-    marks = layer.bias_format, layer.rounded_by, layer.after_fold
-    settings = (grid, to, quantizer.descriptor, *marks)
-    of_weight = (
+    if module.rounded_by:
+        to = None if result is None else result.fixed_grid()
+        return _Simulated() if to is None else to
+    return None if gives_float else _Simulated()
+
+
+def _is_on(quantizer: TensorQuantizer) -> bool:
+    """Return True for a quantizer of a weight that quantizes as it is calibrated."""
+    return (
+        quantizer.quantizing and not quantizer.observing and quantizer.delegate is None
+    )
+
+
+def _numbers_of(quantizer: TensorQuantizer) -> tuple[Tensor | None, ...]:
+    """Return the tensors that the codes of a weight depend on, beside the weight."""
+    return (
         quantizer.amax,
         quantizer._buffers.get("held_scale"),
         quantizer.pre_quant_scale,
     )
-    tensors = (
-        layer.weight,
-        layer.bias,
-        *of_weight,
-        layer.output_gain,
-        layer.output_shift,
-    )
-    if not layer.weight.is_cpu:  # nor can be the others
-        return None
-    product: _Product | None
-    product = kernel.kept(
-        settings, tensors, lambda found: _made(layer, found, grid, to)
-    )
-    return product
 
 
 def _made(
     layer: Any, arithmetic: Arithmetic, grid: CodeGrid, to: CodeGrid | None
 ) -> _Product | None:
     """Return the numbers of a layer, made of its ranges and weights."""
-    is_float = not layer.rounded_by
-    if any(layer.after_fold):
-        return None
-    if layer.weight.dtype is not torch.float32 or not _has_whole_weights(
-        layer.weight_quantizer
-    ):
+    if any(layer.after_fold) or not _has_whole_weights(layer.weight_quantizer):
         return None
     quantizer, weight, bias = _with_correction(layer)
-    if bool(raises_step(layer, bias).any()) or bool(quantizer.dead_ranges().any()):
-        return None  # The file rounds the weight to another scale, or to nothing.
-    codes = quantizer.codes(weight)
-    step = grid.scale * quantizer.qparams().scale.flatten()
-    if len(step) not in (1, len(weight)) or not bool(codes.isfinite().all()):
+    if bool(raises_step(layer, bias).any()):
+        return None  # The file rounds the weight to another scale.
+    return _product(arithmetic, (grid, to), quantizer, weight, bias)
+
+
+def _product(
+    arithmetic: Arithmetic,
+    grids: tuple[CodeGrid, CodeGrid | None],
+    quantizer: TensorQuantizer,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    is_transposed: bool = False,
+) -> _Product | None:
+    """Return the numbers of a product with a weight; None where kernels have none of its codes.
+
+    Args:
+        arithmetic: the formulas.
+        grids: of the input, and of the result; None for a float result.
+        quantizer: of the weight.
+        weight: its values, (out, in, ...).
+        bias: (out,), or None.
+        is_transposed: the weight is (in, out).
+    """
+    grid, to = grids
+    is_float = weight.dtype is not torch.float32
+    if is_float or not _fits_kernels(grid) or bool(quantizer.dead_ranges().any()):
         return None
-    step = step.expand(len(weight))
-    if to is None or is_float:
-        finish = arithmetic.float_products(step, bias)
-        return _Product(_Sums(codes, None, grid), finish)
+    codes = quantizer.codes(weight)
+    if is_transposed:
+        codes = codes.T.contiguous()
+    step = grid.scale * quantizer.qparams().scale.flatten()
+    if len(step) not in (1, len(codes)) or not bool(codes.isfinite().all()):
+        return None
+    step = step.expand(len(codes))
+    if to is None:
+        return _Product(_Sums(codes, None, grid), arithmetic.float_products(step, bias))
     bias_codes = None if bias is None else arithmetic.bias_codes(bias, step)
     finish = arithmetic.rounds_products(_by_channel(step, codes), to.scale)
     return _Product(_Sums(codes, bias_codes, grid), finish)
+
+
+def _fits_kernels(grid: CodeGrid) -> bool:
+    """Return True for codes of at most a byte; kernels take no others."""
+    return grid.qparams.format.bits <= _BYTE
 
 
 def _has_whole_weights(quantizer: TensorQuantizer) -> bool:
@@ -331,6 +396,115 @@ def _has_whole_weights(quantizer: TensorQuantizer) -> bool:
         isinstance(d.format, IntFormat) and d.format.bits <= _BYTE and d.symmetric
     )
     return is_plain and is_fixed and is_whole and d.block_size is None
+
+
+def integer_call(
+    holder: Any, operands: CallOperands, multiply: Multiply, place: str
+) -> Tensor | None:
+    """Return the result of a call with a weight as an integer kernel computes it.
+
+    Args:
+        holder: has the quantizers of the input and of the weight.
+        operands: what the call multiplies.
+        multiply: computes the call of input, weight and bias, the weight being (out, in, ...).
+        place: where the call is in the code of the module around it.
+
+    Returns:
+        Values of codes, not clamped to the ends of their type; None where the call is simulated.
+    """
+    kernel: IntegerKernel | None = holder.integer_kernel
+    if kernel is None:
+        return None
+    to = _grid_of_result(holder, kernel, gives_float=operands.gives_float)
+    if isinstance(to, _Simulated):
+        return None
+    quantizers = holder.input_quantizer, holder.weight_quantizer
+    return _weighted(holder, quantizers, operands, multiply, (to, place))
+
+
+def integer_projection(
+    layer: Any,
+    quantizers: tuple[Any, Any],
+    operands: CallOperands,
+    place: str,
+) -> Tensor | None:
+    """Return ``x @ weight.T + bias`` as an integer kernel with a float result computes it.
+
+    Args:
+        layer: multiplies them.
+        quantizers: those of the input and of the weight.
+        operands: what is multiplied.
+        place: tells apart the products of a layer.
+
+    Returns:
+        None where the layer simulates.
+    """
+    return _weighted(layer, quantizers, operands, F.linear, (None, place))
+
+
+def _weighted(
+    module: Any,
+    quantizers: tuple[Any, Any],
+    operands: CallOperands,
+    multiply: Multiply,
+    result: tuple[CodeGrid | None, str],
+) -> Tensor | None:
+    """Return a product with a weight, for the grid of its result and its place in a module."""
+    kernel: IntegerKernel | None = module.integer_kernel
+    x, weight, bias = operands.input, operands.weight, operands.bias
+    if kernel is None or module.training or not are_plain_numbers(x):
+        return None
+    of_input, of_weight = quantizers
+    if not (_is_unwatched(of_input) and _is_unwatched(of_weight)):
+        return None
+    grid = of_input.fixed_grid()
+    if grid is None or not _is_on(of_weight):
+        return None
+    to, place = result
+    if not weight.is_cpu or not _has_whole_weights(of_weight):
+        return None
+
+    def make(arithmetic: Arithmetic) -> _Product | None:
+        grids = (grid, to)
+        is_transposed = operands.is_transposed
+        made = _product(
+            arithmetic, grids, of_weight, weight, bias, is_transposed=is_transposed
+        )
+        step = grid.scale * of_weight.qparams().scale.flatten()
+        is_raised = bias is not None and to is not None and exceeds(bias, step)
+        return None if is_raised else made
+
+    settings = (grid, to, of_weight.descriptor)
+    tensors = (weight, bias, *_numbers_of(of_weight))
+    product: _Product | None = kernel.kept(settings, tensors, make, place)
+    if product is None:
+        return None
+    codes = _codes(of_input, grid, x)
+    assert isinstance(codes, Tensor)
+    return product(codes, multiply)
+
+
+@dataclass(frozen=True, eq=False)
+class CallOperands:
+    """What a call with a weight multiplies.
+
+    Attributes:
+        input: (N, ..., in), or a batch of images.
+        weight: (out, in, ...); (in, out) where it is transposed.
+        bias: (out,), or None.
+        is_transposed: see ``weight``.
+        gives_float: kernels may leave results in float.
+    """
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    is_transposed: bool
+    gives_float: bool
+
+
+def _is_unwatched(quantizer: Any) -> TypeGuard[TensorQuantizer]:
+    return isinstance(quantizer, TensorQuantizer) and not _is_watched(quantizer)
 
 
 def _with_correction(layer: Any) -> tuple[TensorQuantizer, Tensor, Tensor | None]:
@@ -364,7 +538,7 @@ class _Sums:
 
     def __init__(self, weight: Tensor, bias: Tensor | None, grid: CodeGrid) -> None:
         self._weight, self._bias = weight, bias
-        self._is_exact: dict[Any, bool] = {}
+        self._checked = _CheckedShapes()
         self._parts = _parts(weight, bias, grid)
 
     def __call__(self, codes: Tensor, multiply: Multiply) -> Tensor:
@@ -372,21 +546,14 @@ class _Sums:
         if not self._parts:
             return self._in_float64(codes, multiply)
         key = _conditions(codes)
-        is_exact = self._is_exact.get(key)
+        is_exact = self._checked.get(key)
         if is_exact is False:
             return self._in_float64(codes, multiply)
         sums = self._in_float32(codes, multiply)
         if is_exact is None:
             is_exact = self._agrees(codes, sums, multiply)
-            self._remember(key, is_exact)
+            self._checked.remember(key, is_exact)
         return sums if is_exact else self._in_float64(codes, multiply)
-
-    def _remember(self, key: Any, is_exact: bool) -> None:
-        if len(self._is_exact) >= _MOST_SHAPES:
-            self._is_exact.clear()
-        self._is_exact[key] = is_exact
-        if not is_exact:
-            _logger.info("float32 does not add %s exactly here: float64 does", key[0])
 
     def _in_float32(self, codes: Tensor, multiply: Multiply) -> Tensor:
         if len(self._parts) == 1:
@@ -469,18 +636,47 @@ def integer_sum(layer: Any, first: Any, second: Any) -> Tensor | None:
         Values of codes, not clamped to the ends of their type; None where the layer simulates.
     """
     pair = _pair_of_codes(layer, first, second)
-    if pair is None or first.shape != second.shape:
+    if pair is None:
         return None
     kernel, grids = pair
-    add = kernel.of_grids(grids, lambda arithmetic, *ends: arithmetic.adds(*ends))
-    if add is None:
+    formulas = kernel.of_grids(grids, _sum_formulas)
+    if formulas is None:
         return None
     x, y = _codes_of_pair(layer, grids, first, second)
     if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
         return _values(x, grids[0]) + _values(y, grids[1])
+    add, add_exchanged = formulas
+    if first.shape != second.shape:
+        shape = torch.broadcast_shapes(x.shape, y.shape)
+        if _is_repeated_last(x, y):
+            x, y, add = y, x, add_exchanged
+        # Both are written to.
+        x = x.expand(shape).clone()
+        y = y.expand(shape).clone()
     for part, other in tiles(x, y):
         add(part, other).mul_(grids[2].scale)
     return x
+
+
+def _sum_formulas(
+    arithmetic: Arithmetic, first: QParams, second: QParams, to: QParams
+) -> tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]:
+    """Return how two tensors are added, and how they are with the operands exchanged."""
+    return arithmetic.adds(first, second, to), arithmetic.adds(second, first, to)
+
+
+def _is_repeated_last(x: Tensor, y: Tensor) -> bool:
+    """Return True if one element of ``x`` stands beside several of ``y`` in memory.
+
+    A kernel takes the single number as its second operand, whichever it is.
+    """
+    lengths = zip(reversed(x.shape), reversed(y.shape), strict=False)
+    for of_x, of_y in lengths:
+        if of_x != of_y:
+            return of_x == 1
+        if of_x > 1:
+            return False
+    return x.dim() < y.dim()
 
 
 def integer_multiplication(layer: Any, first: Any, second: Any) -> Tensor | None:
@@ -499,6 +695,117 @@ def integer_multiplication(layer: Any, first: Any, second: Any) -> Tensor | None
         return _values(x, grids[0]) * _values(y, grids[1])
     products = x.mul_(y) if x.shape == y.shape else x * y
     return _in_tiles(products, scaled, grids[2])
+
+
+def integer_matmul(
+    layer: Any,
+    factors: tuple[tuple[Any, Any], tuple[Any, Any]],
+    place: str = "",
+    *,
+    to: Any = None,
+) -> Tensor | None:
+    """Return the matrix product of two tensors, as :func:`torch.matmul` defines it.
+
+    Args:
+        layer: multiplies them.
+        factors: the quantizer of each, and what it reads.
+        place: tells apart the products of a layer.
+        to: the quantizer of the result; None leaves it in float.
+
+    Returns:
+        Values; where the result is quantized those of codes, not clamped to the ends of their type.
+        None where the layer simulates.
+    """
+    kernel: IntegerKernel | None = layer.integer_kernel
+    (of_first, first), (of_second, second) = factors
+    if kernel is None or layer.training:
+        return None
+    if not (are_plain_numbers(first) and are_plain_numbers(second)):
+        return None
+    if not (_is_unwatched(of_first) and _is_unwatched(of_second)):
+        return None
+    quantizers = (of_first, of_second, *(() if to is None else (to,)))
+    grids = _grids(*quantizers)
+    if grids is None or not all(map(_fits_kernels, grids)):
+        return None
+    matmul = kernel.of_grids(grids, _matmul, place)
+    if matmul is None:
+        return None
+    x, y = _codes(of_first, grids[0], first), _codes(of_second, grids[1], second)
+    assert isinstance(x, Tensor) and isinstance(y, Tensor)
+    return matmul(x, y)
+
+
+def _matmul(
+    arithmetic: Arithmetic, first: QParams, second: QParams, to: QParams | None = None
+) -> Callable[[Tensor, Tensor], Tensor]:
+    step = first.scale.reshape(()) * second.scale.reshape(())
+    if to is None:
+        finish = arithmetic.float_products(step, None)
+    else:
+        finish = arithmetic.rounds_products(step, to.scale.reshape(()))
+    largest = CodeGrid.of(first).largest * CodeGrid.of(second).largest
+    add = _MatrixSums(largest)
+    return lambda x, y: finish(add(x, y))
+
+
+class _MatrixSums:
+    """Adds products of the codes of two matrices exactly: in float32, in parts, or in float64.
+
+    Args:
+        largest: the largest magnitude of a product of two codes.
+    """
+
+    def __init__(self, largest: float) -> None:
+        self._most = int((_EXACT - 1) // max(largest, 1.0))
+        self._checked = _CheckedShapes()
+
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        key = _conditions(x), _conditions(y)
+        is_exact = self._checked.get(key)
+        if is_exact is False:
+            return self._in_float64(x, y)
+        sums = self._in_float32(x, y)
+        if is_exact is None:
+            is_exact = torch.equal(sums, self._in_float64(x, y)) or bool(
+                sums.isnan().any()
+            )
+            self._checked.remember(key, is_exact)
+        return sums if is_exact else self._in_float64(x, y)
+
+    def _in_float32(self, x: Tensor, y: Tensor) -> Tensor:
+        if x.shape[-1] <= self._most:
+            return x @ y
+        axis = -1 if y.dim() == 1 else -2
+        pieces = zip(x.split(self._most, -1), y.split(self._most, axis), strict=True)
+        total: Tensor | None = None
+        for part, other in pieces:
+            sums = (part @ other).double()
+            total = sums if total is None else total.add_(sums)
+        assert total is not None
+        return total.float()
+
+    def _in_float64(self, x: Tensor, y: Tensor) -> Tensor:
+        return (x.double() @ y.double()).float()
+
+
+class _CheckedShapes:
+    """Remembers at which shapes, and under which conditions, a float32 kernel adds exactly."""
+
+    def __init__(self) -> None:
+        self._is_exact: dict[Any, bool] = {}
+
+    def get(self, key: Any) -> bool | None:
+        """Return whether it does; None where it was not tried."""
+        return self._is_exact.get(key)
+
+    def remember(self, key: Any, is_exact: bool) -> None:
+        """Keep what a comparison has shown."""
+        if len(self._is_exact) >= _MOST_SHAPES:
+            self._is_exact.clear()
+        self._is_exact[key] = is_exact
+        if not is_exact:
+            _logger.info("float32 does not add %s exactly here: float64 does", key[0])
 
 
 def _pair_of_codes(
@@ -534,57 +841,38 @@ def _in_tiles(
 # --- functions of one tensor --------------------------------------------------------------------
 
 
-def integer_mean(layer: Any, x: Any) -> Tensor | None:
-    """Return the mean over each image of (N, C, H, W), as (N, C, 1, 1).
+def integer_average(
+    layer: Any, x: Any, windows: Windows | None, pool: Callable[[Tensor], Tensor]
+) -> Tensor | None:
+    """Return the means over windows of a batch of images, signals or volumes.
+
+    Args:
+        layer: an average pool, or what quantizes the operand of one.
+        x: (N, C, ...).
+        windows: those of the pool for ``x``; None for a pool that no kernel computes.
+        pool: the float pool, for values that a hook has changed.
 
     Returns:
         Values of codes, not clamped to the ends of their type; None where the layer simulates.
     """
-    one = _one_of_codes(layer, x)
-    if one is None or x.dim() != _IMAGE_DIMS:
+    one = None if windows is None else _one_of_codes(layer, x)
+    if one is None or windows is None:
         return None
     kernel, grids = one
-    average = kernel.of_grids(
-        grids, lambda arithmetic, *ends: arithmetic.averages(*ends)
-    )
-    if average is None:
+    of_windows = kernel.of_grids(grids, _averages)
+    if of_windows is None:
         return None
     codes = _codes(layer.input_quantizer, grids[0], x)
     if not isinstance(codes, Tensor):
-        return codes.values.mean((2, 3), keepdim=True)
-    count = x.shape[2] * x.shape[3]
-    # float32 adds whole numbers exactly, in any order, as long as no sum passes 2**24.
-    dtype = torch.float32 if count * grids[0].largest < _EXACT else torch.float64
-    sums = codes.sum((2, 3), keepdim=True, dtype=dtype).float()
-    return average(sums, count).mul_(grids[1].scale)
+        return pool(codes.values)
+    means = of_windows(windows)(codes)
+    return means if windows.keeps_dims else means.flatten(1)
 
 
-def integer_window_means(
-    layer: Any, x: Any, area: int, add: Callable[[Tensor], Tensor]
-) -> Tensor | None:
-    """Return the mean of each window of ``area`` elements; see :func:`integer_mean`.
-
-    Args:
-        layer: an average pool whose windows all have this area.
-        x: its input.
-        area: the number of elements of a window.
-        add: returns the sums of all windows.
-    """
-    one = _one_of_codes(layer, x)
-    if one is None:
-        return None
-    kernel, grids = one
-    if area * grids[0].largest >= _EXACT:
-        return None
-    average = kernel.of_grids(
-        grids, lambda arithmetic, *ends: arithmetic.averages_windows(*ends, area)
-    )
-    if average is None:
-        return None
-    codes = _codes(layer.input_quantizer, grids[0], x)
-    if not isinstance(codes, Tensor):
-        return add(codes.values) / area
-    return average(add(codes))
+def _averages(
+    arithmetic: Arithmetic, of: QParams, to: QParams
+) -> Callable[[Windows], Callable[[Tensor], Tensor]]:
+    return cache(lambda windows: arithmetic.averages(of, to, windows))
 
 
 def integer_sigmoid(layer: Any, x: Any) -> Tensor | None:

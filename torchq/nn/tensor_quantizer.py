@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from torchq.calib import SEARCHES, Calibrator
+from torchq.calib import SEARCHES, Calibrator, methods
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import CalibrationError, ConfigError, ExportError
 from torchq.formats import IntFormat, PerTensor
@@ -674,9 +674,13 @@ class TensorQuantizer(nn.Module):
         d = self.given_descriptor if self._chooses_sign else self.descriptor
         if method in (None, d.calib_method):
             options = {**dict(d.calib_options), **options}
+        name = method or d.calib_method
+        if name in SEARCHES and name not in methods():
+            # It searches weights that exist as a whole: of computed ones the whole range is taken.
+            name = "max"
         try:
             calibrator = Calibrator(
-                method or d.calib_method,
+                name,
                 format=d.format,
                 granularity=d.granularity,
                 symmetric=d.symmetric,

@@ -7,20 +7,32 @@ an example there was no run, ``facts.flow`` is None, and most passes change noth
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeGuard
 
-from torch import nn
+from torch import fx, nn
 
 from torchq.descriptor import QuantDescriptor
 from torchq.formats import PerTensor
-from torchq.graph import OPERATORS, Call, Flow, effects_of, operator_named
+from torchq.functional.windows import windows_of_call, windows_of_module
+from torchq.graph import (
+    OPERATORS,
+    Call,
+    Flow,
+    effects_of,
+    operator_named,
+    operator_of,
+)
 from torchq.graph.operators import CONVOLUTIONS, LAYERS
 from torchq.graph.values import adds_zeros
 from torchq.nn import (
     Add,
+    MatMul,
     Mul,
+    ScaledDotProductAttention,
+    Tap,
+    TensorQuantizer,
 )
 from torchq.runtime import PlanPass, Runtime
 from torchq.swap.facts import Facts, Value
@@ -38,7 +50,6 @@ _PADDING_MODULES = (nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d)
 #: Products with, and sums of, stored numbers: exporters fold them into the convolution.
 _AFFINE = frozenset(["mul", "add"])
 _BYTE = 8
-_IMAGE_DIMS = 4
 _UP_TO_A_BYTE = range(1, _BYTE + 1)
 _QUANTIZING = frozenset(["quantize", "observe+quantize"])
 #: Class of an operator that is a module -> the function that its forward calls in float.
@@ -483,37 +494,114 @@ def integer_biases(plan: Plan, facts: Facts) -> Plan:
     """
     if facts.flow is None or facts.codes is None or not facts.codes.int32_biases:
         return plan
-    view = View(plan, facts)
     results = _Results(plan, facts)
-    calls: dict[str, list[Call]] = {}
-    for call in filter(view.is_quantized, view.flow.calls):
-        is_operator = isinstance(call.module, _ON_INTEGERS) or _averages_images(call)
-        if is_operator or (isinstance(call.module, LAYERS) and not call.functional):
-            calls.setdefault(call.name, []).append(call)
     rows = []
     for d in plan.decisions:
-        behind = results.quantizers(d, calls.get(d.name, []))
+        behind = results.quantizers(d)
         if behind:
             # Of a layer that runs several times, each result may have a range of its own.
             one = behind[0] if results.have_one_range(behind) else ""
-            bias = "" if d.weight is None else "int32"
+            is_layer = d.weight is not None and not results.is_call(d)
+            bias = "int32" if is_layer else ""
             d = replace(d, bias=bias, rounded_by=one, awaits_fold=d.name in facts.norms)
         rows.append(d)
     return replace(plan, decisions=tuple(rows))
 
 
-#: Modules without a weight that integer kernels compute, beside means over images.
-_ON_INTEGERS = (Add, Mul, nn.AvgPool2d, nn.Sigmoid, nn.SiLU)
+#: Modules without a weight that integer kernels compute, beside averages.
+_ON_INTEGERS = (Add, Mul, MatMul, ScaledDotProductAttention, nn.Sigmoid, nn.SiLU)
+#: Functions with a weight that they compute, and that leave no float result between.
+_CALLS_ON_INTEGERS = frozenset(
+    ["conv1d", "conv2d", "conv3d", "linear", "matmul", "mm", "addmm"]
+)
 
 
-def _averages_images(call: Call) -> bool:
-    """Return True for a module that gives the mean over each image of a batch, (N, C, 1, 1)."""
-    module = call.module
-    return (
-        isinstance(module, nn.AdaptiveAvgPool2d)
-        and module.output_size in (1, (1, 1), [1, 1])
-        and call.ndim == _IMAGE_DIMS
-    )
+@dataclass(frozen=True)
+class _Kernel:
+    """One call that an integer kernel computes.
+
+    Attributes:
+        reads: the call of what quantizes its operands.
+        result: the call that gives its result, the same one for modules.
+        is_call: it is a function with a weight.
+    """
+
+    reads: Call
+    result: Call
+    is_call: bool = False
+
+    @property
+    def adds_bias_in_float(self) -> bool:
+        """True for a linear layer on more than rows, whose bias is added behind the kernel."""
+        module = self.result.module
+        is_linear = (
+            isinstance(module, nn.Linear)
+            if module is not None
+            else _operator(self.result) == "linear"
+        )
+        has_none = isinstance(module, nn.Linear) and module.bias is None
+        return is_linear and self.result.ndim != 2 and not has_none
+
+
+def _kernels(view: View, facts: Facts) -> dict[str, list[_Kernel]]:
+    """Return the calls that integer kernels compute, by the path of what has their quantizers."""
+    kernels: dict[str, list[_Kernel]] = {}
+    for call in filter(view.is_quantized, view.flow.calls):
+        name, kernel = call.name, None
+        is_layer = isinstance(call.module, LAYERS) and not call.functional
+        if is_layer or isinstance(call.module, _ON_INTEGERS) or _averages(view, call):
+            kernel = _Kernel(call, call)
+        elif isinstance(call.module, Tap) and not _is_in_graph(call.name, facts):
+            kernel = _behind_tap(view, call)
+        elif isinstance(call.module, TensorQuantizer):
+            name, kernel = _behind_quantizer(view, call)
+        if kernel is not None:
+            kernels.setdefault(name, []).append(kernel)
+    return kernels
+
+
+def _averages(view: View, call: Call) -> bool:
+    """Return True for a module that averages over windows, as kernels do."""
+    row = None if call.module is None else operator_of(call.module)
+    shape = view.flow.calls[call.inputs[0]].shape if call.inputs else None
+    if row is None or shape is None or call.module is None:
+        return False
+    return windows_of_module(row.name, call.module, shape) is not None
+
+
+def _is_in_graph(path: str, facts: Facts) -> bool:
+    """Return True for a place in a graph of torch.fx, whose functions nothing stands for."""
+    owner = facts.modules.get(path.rpartition(".")[0])
+    return isinstance(owner, fx.GraphModule)
+
+
+def _behind_tap(view: View, call: Call) -> _Kernel | None:
+    """Return the function that reads the quantized operand of a tap."""
+    readers = view.flow.consumers(call)
+    if len(readers) != 1 or readers[0].module is not None or call.shape is None:
+        return None
+    reader = readers[0]
+    name = _operator(reader)
+    arguments = reader.arguments, reader.options
+    is_computed = name == "sigmoid" or windows_of_call(name, *arguments, call.shape)
+    return _Kernel(call, reader) if is_computed else None
+
+
+def _behind_quantizer(view: View, call: Call) -> tuple[str, _Kernel | None]:
+    """Return the function with a weight that reads a quantized input, and who has its quantizers.
+
+    Products in which the weight is the first operand have no kernel.
+    """
+    owner, _, slot = call.name.rpartition(".")
+    readers = view.flow.consumers(call)
+    if slot != "input_quantizer" or len(readers) != 1:
+        return owner, None
+    reader = readers[0]
+    operands = [view.flow.calls[index].name for index in reader.inputs]
+    weight = f"{owner}.weight_quantizer" if owner else "weight_quantizer"
+    is_right = operands[-2:] == [call.name, weight]
+    is_computed = _operator(reader) in _CALLS_ON_INTEGERS and is_right
+    return owner, _Kernel(call, reader, is_call=True) if is_computed else None
 
 
 class _Results:
@@ -523,6 +611,7 @@ class _Results:
         self._plan = plan
         self._facts = facts
         self._view = View(plan, facts)
+        self._kernels = _kernels(self._view, facts)
         self._groups = {slot: group for group in plan.shared for slot in group}
         self._without_negatives = frozenset(_without_negatives(plan, facts))
 
@@ -530,31 +619,34 @@ class _Results:
         """Return True if the quantizers of some slots are one."""
         return len({self._groups.get(slot, (slot,)) for slot in slots}) == 1
 
-    def quantizers(self, decision: Decision, calls: list[Call]) -> list[str]:
+    def is_call(self, decision: Decision) -> bool:
+        """Return True for the quantizers of calls of a function with a weight."""
+        return any(k.is_call for k in self._kernels.get(decision.name, ()))
+
+    def quantizers(self, decision: Decision) -> list[str]:
         """Return what quantizes a layer's results; nothing unless all calls run on integers."""
+        kernels = self._kernels.get(decision.name, [])
         d, w = decision.input, decision.weight
-        if decision.reason or decision.calls or d is None or not calls:
+        if decision.reason or d is None or not kernels:
             return []
         fits = d.num_bits in _UP_TO_A_BYTE and d.granularity == PerTensor()
         of_weight = w is None or (
             w.num_bits in _UP_TO_A_BYTE and w.symmetric and not w.block_size
         )
-        fits &= of_weight and (w is not None or not isinstance(calls[0].module, LAYERS))
-        if not fits or not all(map(self._view.quantizes, calls)):
+        is_layer = isinstance(kernels[0].result.module, LAYERS)
+        fits &= of_weight and (w is not None or not is_layer)
+        if not fits or not all(
+            self._view.quantizes(kernel.reads) for kernel in kernels
+        ):
             return []
         if decision.output is not None:
             output_slots = [f"{decision.name}.output_quantizer"]
             return output_slots if decision.output.num_bits == _BYTE else []
-        is_linear = isinstance(calls[0].module, nn.Linear)
         result_slots = []
-        for call in calls:
-            slots = self._behind(call, False)
+        for kernel in kernels:
+            slots = self._behind(kernel.result, False)
             # A kernel returns codes of one range, so a result that is read in two runs in float.
-            if (
-                not slots
-                or (is_linear and call.ndim != 2)
-                or not self.have_one_range(slots)
-            ):
+            if not slots or kernel.adds_bias_in_float or not self.have_one_range(slots):
                 return []
             result_slots += slots
         return result_slots
@@ -600,9 +692,14 @@ class _Results:
         decision = self._plan.decision(path)
         if decision is not None and decision.ranges > 1:
             slots = [slot_of_range(slots[0], i) for i in range(decision.ranges)]
-        if len(slots) != len(reader.inputs):
+        inputs = reader.inputs
+        if isinstance(reader.module, nn.MultiheadAttention):
+            # The last of these slots reads what the module computes; masks have none.
+            slots = slots[:3]
+            inputs = inputs[:3]
+        if len(slots) != len(inputs):
             return slots
-        return [s for s, i in zip(slots, reader.inputs, strict=True) if i == call.index]
+        return [s for s, i in zip(slots, inputs, strict=True) if i == call.index]
 
     def _has_bytes(self, slot: str, activated: bool) -> bool:
         """Return True for a slot of 8 bits, which begins at 0 if an activation is in front."""

@@ -20,6 +20,8 @@ from torchq.utils import child_path, table
 
 #: The classes whose products happen in the forward of the module around them.
 _PRODUCTS = frozenset(["MatMul", "ScaledDotProductAttention"])
+#: Classes whose kernels multiply integers, also where they give a float result.
+_FLOAT_RESULTS = frozenset(["Linear", "MultiheadAttention", *_PRODUCTS])
 #: The operators whose operands have slots of their own.
 _SEVERAL = frozenset(["Add", "Mul", "Maximum", "Cat", *_PRODUCTS])
 #: The start of the note about a layer whose weight alone is quantized, because of the target.
@@ -457,8 +459,11 @@ class Plan:
         runtime = runtime_with(self.target, self.settings)
         if runtime is None:
             return ""
-        is_rounded = any(d.rounded_by for d in self.replaced)
-        on_integers = is_rounded and runtime.arithmetic is not None
+        has_kernel = any(
+            d.rounded_by or (d.input is not None and d.class_name in _FLOAT_RESULTS)
+            for d in self.replaced
+        )
+        on_integers = has_kernel and runtime.arithmetic is not None
         return f"; {evaluation_line(runtime.name, on_integers=on_integers)}"
 
     def _doubt(self) -> str:

@@ -34,6 +34,7 @@ from torchq.graph import (
     rewrite_forward,
     trace_call,
 )
+from torchq.nn.calls.integer_forms import integer_form
 from torchq.nn.calls.items import items_of_authors
 from torchq.nn.calls.overwrites import Overwrites
 from torchq.nn.calls.routes import (
@@ -49,8 +50,10 @@ from torchq.nn.calls.routes import (
     with_operands,
 )
 from torchq.nn.convert import QuantModule, change_class, class_below, unchanged_on_error
+from torchq.nn.integer_kernel import integer_call
 from torchq.nn.modules.operators import (
     Call,
+    QuantTap,
     ScaledDotProductAttention,
     Tap,
     function_of,
@@ -149,7 +152,7 @@ class Routes:
         if not _are_tensors(function, args, kwargs):
             return carry_out(function, args, kwargs)
         if isinstance(child, Tap):
-            return carry_out(function, (child(args[0]), *args[1:]), kwargs)
+            return _run_behind(child, function, args, kwargs)
         result = child(*args, **kwargs)
         # A tensor that is overwritten keeps its type, whatever the other operand has. A call that
         # changes nothing would stand between the sum and its readers in what planning records.
@@ -203,6 +206,22 @@ class Routes:
         return list(dict.fromkeys((*self.replacements.values(), *new)))
 
 
+def _run_behind(
+    tap: Tap, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Carry out a function whose first operand a tap quantizes."""
+    row = operator_of(function)
+    if isinstance(tap, QuantTap) and row is not None:
+
+        def in_float(x: Tensor) -> Any:
+            return carry_out(function, (x, *args[1:]), kwargs)
+
+        result = tap.on_integers(row.name, in_float, args, kwargs)
+        if result is not None:
+            return result
+    return carry_out(function, (tap(args[0]), *args[1:]), kwargs)
+
+
 def _run_call(
     owner: nn.Module,
     call: CallSite,
@@ -229,12 +248,32 @@ def _run_call(
     input, weight = row.left, row.right
     if call.weight_is_left:
         input, weight = weight, input
+    if not call.weight_is_left:
+        result = _on_integers(holder, call, function, args, kwargs)
+        if result is not None:
+            return result
     changed = {
         input: holder.input_quantizer(operand(args, kwargs, input)),
         weight: holder.weight_quantizer(operand(args, kwargs, weight)),
     }
     args, kwargs = with_operands(args, kwargs, changed)
     return carry_out(function, args, kwargs)
+
+
+def _on_integers(
+    holder: QuantModule,
+    call: CallSite,
+    function: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Tensor | None:
+    """Return the result of a call with a weight by integer kernels; None where it simulates."""
+    if holder.integer_kernel is None:
+        return None
+    form = integer_form(function, args, kwargs)
+    if form is None:
+        return None
+    return integer_call(holder, form.operands, form.multiply, call.site)
 
 
 class RoutedModule(OperatorOwner):

@@ -6,9 +6,9 @@ models. The layers of this file add projections and quantizers.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,11 @@ from torch import Tensor, nn
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import QuantizationError
 from torchq.nn.convert import QuantModule, register
+from torchq.nn.integer_kernel import (
+    CallOperands,
+    integer_matmul,
+    integer_projection,
+)
 from torchq.nn.modules.operators import ScaledDotProductAttention
 from torchq.nn.tensor_quantizer import TensorQuantizer
 from torchq.utils import constant_while_tracing
@@ -47,6 +52,50 @@ def _excluded(mask: Tensor) -> Tensor:
     return mask if mask.dtype is torch.bool else mask == -torch.inf
 
 
+#: ``multiply(of_first, first, of_second, second, place)``: the matrix product of two tensors that
+#: two quantizers quantize; without the first one that tensor is quantized already.
+Products = Callable[[nn.Module | None, Tensor, nn.Module, Tensor, str], Tensor]
+
+
+def _quantized_product(
+    of_first: nn.Module | None,
+    first: Tensor,
+    of_second: nn.Module,
+    second: Tensor,
+    place: str,
+) -> Tensor:
+    quantized = first if of_first is None else of_first(first)
+    product: Tensor = quantized @ of_second(second)
+    return product
+
+
+class IntegerProducts(QuantModule):
+    """Mixin of attention whose two products integer kernels may compute."""
+
+    gives_float_results = True
+
+    def product_of(
+        self,
+        of_first: nn.Module | None,
+        first: Tensor,
+        of_second: nn.Module,
+        second: Tensor,
+        place: str,
+    ) -> Tensor:
+        """Return a product of :func:`attend`, of codes where a kernel has it."""
+        of_codes: Any = self.softmax_quantizer if of_first is None else of_first
+        factors = (of_codes, first), (of_second, second)
+        to = self.reader_of_result() if place == "result" else None
+        result = integer_matmul(self, factors, place, to=to)
+        if result is not None:
+            return result
+        return _quantized_product(of_first, first, of_second, second, place)
+
+    def reader_of_result(self) -> nn.Module | None:
+        """Return the quantizer that the second product is rounded for; None leaves it float."""
+        raise NotImplementedError
+
+
 def attend(
     quantizers: tuple[nn.Module, ...],
     query: Tensor,
@@ -56,20 +105,24 @@ def attend(
     unattended: Tensor | None,
     dropout_p: float,
     scale: float,
+    multiply: Products = _quantized_product,
 ) -> tuple[Tensor, Tensor]:
     """Return attention (..., L, D) and its weights (..., L, S), with quantized operands.
 
     The quantizers are those of the scaled query (..., L, D), the transposed key (..., S, D), the
     value (..., S, D) and the softmax; the mask is added to the scores. Rows that are
-    ``unattended``, bools (..., L, 1), have no key: their weights and results are 0.
+    ``unattended``, bools (..., L, 1), have no key: their weights and results are 0. The second
+    product is at the place "result", or "masked result" where such rows follow.
     """
     of_query, of_key, of_value, of_weights = quantizers
     # The key is transposed before it is quantized: a Transpose between DequantizeLinear and MatMul
     # would keep runtimes from fusing them.
-    scores = of_query(query * scale) @ of_key(key.transpose(-2, -1))
+    turned = key.transpose(-2, -1)
+    scores = multiply(of_query, query * scale, of_key, turned, "scores")
     weights = (scores if mask is None else scores + mask).softmax(-1)
     weights = of_weights(F.dropout(weights, dropout_p) if dropout_p else weights)
-    result = weights @ of_value(value)
+    place = "result" if unattended is None else "masked result"
+    result = multiply(None, weights, of_value, value, place)
     if unattended is None:
         return result, weights
     # Behind the product, so that nothing stands between the softmax and its quantizer.
@@ -97,6 +150,17 @@ class ProjectedAttention(nn.Module):
     add_zero_attn: bool
     bias_k: Tensor | None
     bias_v: Tensor | None
+
+    def product_of(
+        self,
+        of_first: nn.Module | None,
+        first: Tensor,
+        of_second: nn.Module,
+        second: Tensor,
+        place: str,
+    ) -> Tensor:
+        """Return a product of :func:`attend`."""
+        return _quantized_product(of_first, first, of_second, second, place)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
         """Return the projections (N, length, embed_dim) of the inputs (N, length, width)."""
@@ -133,7 +197,8 @@ class ProjectedAttention(nn.Module):
         if need_weights or not all(map(is_passive, products)):
             scale = 1 / math.sqrt(self.head_dim)
             unattended = self._unattended(masks)
-            y, weights = attend(products, q, k, v, mask, unattended, dropout_p, scale)
+            operands = (q, k, v, mask, unattended)
+            y, weights = attend(products, *operands, dropout_p, scale, self.product_of)
         else:
             y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p)
         y = self._project_out(y.transpose(1, 2).flatten(2))
@@ -240,7 +305,7 @@ def _thirds(packed: Tensor) -> tuple[Tensor, ...]:
 
 
 @register(ScaledDotProductAttention)
-class QuantScaledDotProductAttention(QuantModule, ScaledDotProductAttention):
+class QuantScaledDotProductAttention(IntegerProducts, ScaledDotProductAttention):
     """:class:`ScaledDotProductAttention` with the operands of both matrix products quantized.
 
     They are the scaled query, the transposed key, the softmax (unsigned) and the value. The result
@@ -295,13 +360,20 @@ class QuantScaledDotProductAttention(QuantModule, ScaledDotProductAttention):
             attn_mask = additive_mask(attn_mask, excluded, query.dtype)
         with constant_while_tracing():
             scale = 1 / math.sqrt(int(query.shape[-1])) if scale is None else scale
-        return attend(
-            quantizers, query, key, value, attn_mask, unattended, dropout_p, scale
-        )[0]
+        operands = (query, key, value, attn_mask, unattended)
+        return attend(quantizers, *operands, dropout_p, scale, self.product_of)[0]
+
+    def reader_of_result(self) -> nn.Module | None:
+        """Return the quantizer behind this operator, where the plan knows it."""
+        if self.integer_kernel is None or not self.rounded_by:
+            return None
+        return self.integer_kernel.result
 
 
 @register(nn.MultiheadAttention)
-class QuantMultiheadAttention(QuantModule, ProjectedAttention, nn.MultiheadAttention):
+class QuantMultiheadAttention(
+    IntegerProducts, ProjectedAttention, nn.MultiheadAttention
+):
     """Quantized :class:`torch.nn.MultiheadAttention`: the same arguments, results and parameters.
 
     The inputs and weights of all four projections are quantized. The inputs have
@@ -389,27 +461,37 @@ class QuantMultiheadAttention(QuantModule, ProjectedAttention, nn.MultiheadAtten
         biases = (
             (None,) * 3 if self.in_proj_bias is None else _thirds(self.in_proj_bias)
         )
-        inputs = self._quantizers(self.projections)
-        weights = self._quantizers(self.weight_slots)
-        # zip ends after three: the output projection comes later.
+        # The output projection comes later.
         rows = zip(
             (query, key, value),
-            self.projection_weights(),
+            self.projection_weights()[:3],
             biases,
-            inputs,
-            weights,
-            strict=False,
+            self.projections[:3],
+            self.weight_slots[:3],
+            strict=True,
         )
-        return [
-            F.linear(of_input(x), of_weight(weight), bias)
-            for x, weight, bias, of_input, of_weight in rows
-        ]
+        return [self._linear(*row) for row in rows]
 
     def _project_out(self, x: Tensor) -> Tensor:
-        of_input, of_weight = self._quantizers(("out_input", "out_weight"))
-        return F.linear(
-            of_input(x), of_weight(self.out_proj.weight), self.out_proj.bias
-        )
+        bias = self.out_proj.bias
+        slots = self.projections[-1], self.weight_slots[-1]
+        return self._linear(x, self.out_proj.weight, bias, *slots)
+
+    def _linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, *slots: str
+    ) -> Tensor:
+        """Return a projection, with the slots of its input and of its weight."""
+        operands = CallOperands(x, weight, bias, False, gives_float=True)
+        of_input, of_weight = self._quantizers(slots)
+        result = integer_projection(self, (of_input, of_weight), operands, slots[1])
+        if result is not None:
+            return result
+        return F.linear(of_input(x), of_weight(weight), bias)
+
+    def reader_of_result(self) -> nn.Module | None:
+        """Return the quantizer of the output projection, which only moves stand in front of."""
+        of_result = self._quantizers(self.projections)[-1]
+        return None if is_passive(of_result) else of_result
 
 
 class _WithoutFusedKernel(QuantModule):

@@ -5,25 +5,22 @@ runtimes need to keep that layer on integers.
 """
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchq.descriptor import QuantDescriptor
+from torchq.functional.windows import windows_of_module
+from torchq.graph import operator_of
 from torchq.nn.convert import QuantModule, register
 from torchq.nn.integer_kernel import (
+    integer_average,
     integer_gated,
-    integer_mean,
     integer_sigmoid,
-    integer_window_means,
 )
 from torchq.nn.kept_numbers import are_plain_numbers
 from torchq.nn.tensor_quantizer import TensorQuantizer
-
-_IMAGE_DIMS = 4
 
 
 class InputQuantized(QuantModule):
@@ -37,57 +34,18 @@ class InputQuantized(QuantModule):
 
 
 class AveragingQuantized(InputQuantized):
-    """Base of pools that an integer kernel may compute where they give one mean an image."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the averages of the quantized input."""
-        result = integer_mean(self, input)
-        return super().forward(input) if result is None else result
-
-
-class WindowsAveraged(InputQuantized):
-    """Base of the average pool of images, whose windows an integer kernel may compute."""
+    """Base of average pools, whose means an integer kernel may compute."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the averages of the quantized input."""
         result = None
-        pool: Any = self
-        if are_plain_numbers(input) and _has_equal_windows(pool, input):
-            size = _pair(pool.kernel_size)
-            add = partial(_window_sums, pool)
-            result = integer_window_means(self, input, size[0] * size[1], add)
+        if self.integer_kernel is not None and are_plain_numbers(input):
+            row = operator_of(self)
+            assert row is not None
+            windows = windows_of_module(row.name, self, input.shape)
+            pool = super(InputQuantized, self).forward
+            result = integer_average(self, input, windows, pool)
         return super().forward(input) if result is None else result
-
-
-def _has_equal_windows(pool: Any, x: Tensor) -> bool:
-    """Return True if every result is a sum over a whole window, divided by its area."""
-    if x.dim() != _IMAGE_DIMS or pool.divisor_override:
-        return False
-    padding = _pair(pool.padding)
-    if any(padding) and not pool.count_include_pad:
-        return False
-    # The last window may stand over the edge, unless the others fill the image.
-    return not pool.ceil_mode or all(
-        (length + 2 * pad - size) % stride == 0
-        for length, pad, size, stride in zip(
-            x.shape[2:],
-            padding,
-            _pair(pool.kernel_size),
-            _pair(pool.stride),
-            strict=True,
-        )
-    )
-
-
-def _window_sums(pool: Any, x: Tensor) -> Tensor:
-    # Divided by 1, averages are sums.
-    return F.avg_pool2d(
-        x, pool.kernel_size, pool.stride, pool.padding, divisor_override=1
-    )
-
-
-def _pair(value: Any) -> tuple[int, int]:
-    return tuple(value) if isinstance(value, (tuple, list)) else (value, value)
 
 
 class SigmoidQuantized(InputQuantized):
@@ -112,12 +70,12 @@ def _twin(
 QuantMaxPool1d = _twin(nn.MaxPool1d)
 QuantMaxPool2d = _twin(nn.MaxPool2d)
 QuantMaxPool3d = _twin(nn.MaxPool3d)
-QuantAvgPool1d = _twin(nn.AvgPool1d)
-QuantAvgPool2d = _twin(nn.AvgPool2d, WindowsAveraged)
-QuantAvgPool3d = _twin(nn.AvgPool3d)
-QuantAdaptiveAvgPool1d = _twin(nn.AdaptiveAvgPool1d)
+QuantAvgPool1d = _twin(nn.AvgPool1d, AveragingQuantized)
+QuantAvgPool2d = _twin(nn.AvgPool2d, AveragingQuantized)
+QuantAvgPool3d = _twin(nn.AvgPool3d, AveragingQuantized)
+QuantAdaptiveAvgPool1d = _twin(nn.AdaptiveAvgPool1d, AveragingQuantized)
 QuantAdaptiveAvgPool2d = _twin(nn.AdaptiveAvgPool2d, AveragingQuantized)
-QuantAdaptiveAvgPool3d = _twin(nn.AdaptiveAvgPool3d)
+QuantAdaptiveAvgPool3d = _twin(nn.AdaptiveAvgPool3d, AveragingQuantized)
 QuantInstanceNorm1d = _twin(nn.InstanceNorm1d)
 QuantInstanceNorm2d = _twin(nn.InstanceNorm2d)
 QuantInstanceNorm3d = _twin(nn.InstanceNorm3d)

@@ -6,7 +6,7 @@ There are three ways to use them. Write ``self.add = torchq.nn.QuantAdd()`` in a
 """
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,10 +14,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchq.errors import QuantizationError
+from torchq.functional.windows import windows_of_call
 from torchq.graph import KINDS
 from torchq.graph import OPERATORS as ROWS
 from torchq.nn.convert import QuantModule, float_class_of, register
-from torchq.nn.integer_kernel import integer_multiplication, integer_sum
+from torchq.nn.integer_kernel import (
+    integer_average,
+    integer_matmul,
+    integer_multiplication,
+    integer_sigmoid,
+    integer_sum,
+)
+from torchq.nn.kept_numbers import are_plain_numbers
 from torchq.nn.modules.input_quantized import InputQuantized
 from torchq.nn.tensor_quantizer import TensorQuantizer
 
@@ -208,6 +216,17 @@ class QuantMul(QuantBinary, Mul):
 class QuantMatMul(QuantBinary, MatMul):
     """:class:`MatMul` of quantized operands, each with its own range."""
 
+    gives_float_results = True
+
+    def forward(self, input: Tensor, other: Tensor) -> Tensor:
+        """Return the matrix product of the quantized operands."""
+        factors = (self.input_quantizer, input), (self.other_quantizer, other)
+        result = None
+        if self.integer_kernel is not None:
+            to = self.integer_kernel.result if self.rounded_by else None
+            result = integer_matmul(self, factors, to=to)
+        return super().forward(input, other) if result is None else result
+
 
 @register(Maximum)
 class QuantMaximum(QuantBinary, Maximum):
@@ -264,3 +283,31 @@ class QuantCat(QuantModule, Cat):
 @register(Tap)
 class QuantTap(InputQuantized, Tap):
     """:class:`Tap` that returns its input quantized."""
+
+    def on_integers(
+        self,
+        name: str,
+        function: Callable[[Tensor], Tensor],
+        arguments: tuple[Any, ...],
+        options: Mapping[str, Any],
+    ) -> Tensor | None:
+        """Return what the function behind this place gives, as an integer kernel computes it.
+
+        Args:
+            name: the :attr:`torchq.graph.Operator.name` of the function.
+            function: computes it of the quantized operand.
+            arguments: the positional ones, the operand first.
+            options: those by name.
+
+        Returns:
+            None where this place quantizes the operand and no more: where the kernels of the
+            target compute the function in float, or a hook watches.
+        """
+        x = arguments[0]
+        is_watched = bool(self._forward_hooks or self._forward_pre_hooks)
+        if self.integer_kernel is None or is_watched or not are_plain_numbers(x):
+            return None
+        if name == "sigmoid":
+            return integer_sigmoid(self, x)
+        windows = windows_of_call(name, arguments[1:], options, x.shape)
+        return integer_average(self, x, windows, function)

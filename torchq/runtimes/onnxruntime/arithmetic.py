@@ -9,8 +9,11 @@ products of codes less their zero points, with the bias code.
     sw))``, to which an Add adds the bias, which is never rounded.
 -   QLinearAdd, on unsigned codes: ``f = fl(zc - fma(ra, za, fl(rb * zb)))`` once, then the second
     operand first, ``rint(fma(A, ra, fma(B, rb, f)))`` with ``ra = fl(sa / sc)``.
+-   QLinearMatMul as QLinearConv, without a bias.
 -   QLinearGlobalAveragePool of n codes: ``rint(fl(acc * fl(sx / fl(sy * n))))``. Windows of n are
-    QLinearConv with the weight 1 and ``sw = fl(1 / n)``.
+    QLinearConv with the weight 1 and ``sw = fl(1 / n)`` in images.
+-   QLinearAveragePool, of signals and volumes, and of images where padding does not count: float
+    sums ``s`` of values, in order, and ``rint(fl(fl(fl(s / n) / sy) + zy))``.
 -   QLinearMul, on unsigned codes: ``rint(fl(fl(A * B * r) + zc))``, A and B less their zero points,
     with ``r = fl(fl(sa * sb) / sc)``.
 -   QLinearSigmoid: a table of 256 codes, of ``p / q + 1/2``, polynomials of Eigen's logistic
@@ -27,10 +30,16 @@ from collections.abc import Callable
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchq.functional import CodeGrid, QParams
 from torchq.functional.kernels.tiled import tiles
+from torchq.functional.windows import Windows
+
+#: Whole numbers below are exact in float32, and so are all of their sums below.
+_EXACT = 2.0**24
+_IMAGE_DIMS = 2
 
 
 class OnnxRuntimeArithmetic:
@@ -81,22 +90,74 @@ class OnnxRuntimeArithmetic:
 
         return add
 
-    def averages(self, of: QParams, to: QParams) -> Callable[[Tensor, int], Tensor]:
-        """Return how QLinearGlobalAveragePool makes codes of sums over an image, in place."""
-        from_scale = of.scale.reshape(())
-        to_scale = to.scale.reshape(())
+    def averages(
+        self, of: QParams, to: QParams, windows: Windows
+    ) -> Callable[[Tensor], Tensor]:
+        """Return how a pool makes values of codes: the kernel depends on its windows."""
+        if windows.is_whole:
+            return self._averages_images(of, to, windows)
+        if windows.are_equal and len(windows.size) == _IMAGE_DIMS:
+            return self._averages_as_convolution(of, to, windows)
+        return self._averages_values(of, to, windows)
 
-        def average(sums: Tensor, count: int) -> Tensor:
-            return sums.mul_(from_scale / (to_scale * count)).round_()
+    def _averages_images(
+        self, of: QParams, to: QParams, windows: Windows
+    ) -> Callable[[Tensor], Tensor]:
+        """Return how QLinearGlobalAveragePool does it."""
+        to_scale = to.scale.reshape(())
+        factor = of.scale.reshape(()) / (to_scale * windows.area)
+        dtype = _dtype_of_sums(of, windows)
+
+        def average(codes: Tensor) -> Tensor:
+            dims = tuple(range(2, codes.dim()))
+            sums = codes.sum(dims, keepdim=True, dtype=dtype).float()
+            return sums.mul_(factor).round_().mul_(to_scale)
 
         return average
 
-    def averages_windows(
-        self, of: QParams, to: QParams, area: int
+    def _averages_as_convolution(
+        self, of: QParams, to: QParams, windows: Windows
     ) -> Callable[[Tensor], Tensor]:
-        """Return how QLinearConv makes codes of sums over windows, in place, and these values."""
-        of_one = torch.tensor(1 / area, dtype=torch.float32, device="cpu")
-        return self.rounds_products(of.scale.reshape(()) * of_one, to.scale.reshape(()))
+        """Return how QLinearConv does it, with the weight 1: files have convolutions there."""
+        of_one = torch.tensor(1 / windows.area, dtype=torch.float32, device="cpu")
+        step = of.scale.reshape(()) * of_one
+        values = self.rounds_products(step, to.scale.reshape(()))
+        size, stride, padding = windows.size, windows.stride, windows.padding
+
+        dtype = _dtype_of_sums(of, windows)
+
+        def average(codes: Tensor) -> Tensor:
+            # Divided by 1, averages are sums.
+            sums = F.avg_pool2d(
+                codes.to(dtype),
+                size,
+                stride,
+                padding,
+                divisor_override=1,
+            )
+            return values(sums.float())
+
+        return average
+
+    def _averages_values(
+        self, of: QParams, to: QParams, windows: Windows
+    ) -> Callable[[Tensor], Tensor]:
+        """Return how QLinearAveragePool does it: it adds float values in order."""
+        of_scale = of.scale.reshape(())
+        to_scale = to.scale.reshape(())
+        zero_point = float(to.stored(signed=False).zero_point)
+
+        def average(codes: Tensor) -> Tensor:
+            means = windows.sums(codes.mul_(of_scale)).div_(windows.counts(codes))
+            return (
+                means.div_(to_scale)
+                .add_(zero_point)
+                .round_()
+                .sub_(zero_point)
+                .mul_(to_scale)
+            )
+
+        return average
 
     def multiplies(
         self, first: QParams, second: QParams, to: QParams
@@ -117,6 +178,12 @@ class OnnxRuntimeArithmetic:
         codes = torch.arange(of.quant_min, of.quant_max + 1, device="cpu") - zero_point
         values = _logistic(codes.float() * of.scale.reshape(()))
         return CodeGrid.of(to).codes(values)
+
+
+def _dtype_of_sums(of: QParams, windows: Windows) -> torch.dtype:
+    """Return what adds the codes of a window exactly: float32 as long as no sum passes 2**24."""
+    is_small = windows.area * CodeGrid.of(of).largest < _EXACT
+    return torch.float32 if is_small else torch.float64
 
 
 def _ratio(first: Tensor, second: Tensor, to: Tensor) -> Tensor:

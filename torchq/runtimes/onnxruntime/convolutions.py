@@ -14,10 +14,13 @@ from torchq.onnx.ir import (
     Value,
     add_initializer,
     add_node,
+    add_numbers,
     are_constant,
     attribute,
     computed_by,
     data_type,
+    input_at,
+    is_constant,
     is_output,
     nodes_of,
     readers,
@@ -236,6 +239,47 @@ def _parts_of(node: Node, channels: Tensor) -> list[_Part]:
         if axis == [1] and stride == [1]:
             return [(node.outputs[0], channels[start[0] : end[0]])]
     return []
+
+
+def pool_means(model: Model) -> None:
+    """Write the mean over whole images of codes as global pooling, which has an integer kernel.
+
+    Before: DequantizeLinear -> ReduceMean over all dimensions but the first two.
+    After: DequantizeLinear -> GlobalAveragePool, and Squeeze where the mean drops dimensions.
+    """
+    means = [
+        node
+        for node in nodes_of(model, "ReduceMean")
+        if computed_by(node.inputs[0], "DequantizeLinear") is not None
+    ]
+    shapes = known_shapes(model, open_names=True) if means else {}
+    for node in means:
+        dims = len(shapes.get(str(node.inputs[0].name), ()))
+        if dims < _IMAGES or _axes_of(node, dims) != list(range(2, dims)):
+            continue
+        name = str(node.outputs[0].name)
+        pooled = add_node(node, "GlobalAveragePool", [node.inputs[0]], f"{name}/pooled")
+        if not attribute(node, "keepdims", 1):
+            axes = add_numbers(node.graph, f"{name}/axes", list(range(2, dims)))
+            pooled = add_node(
+                pooled.producer(), "Squeeze", [pooled, axes], f"{name}/squeezed"
+            )
+        replace_value(node.outputs[0], pooled)
+
+
+#: Dimensions of a batch of signals, the fewest that can be pooled.
+_IMAGES = 3
+
+
+def _axes_of(mean: Node, dims: int) -> list[int]:
+    """Return the dimensions that a ReduceMean averages over; nothing where no file says so."""
+    axes = attribute(mean, "axes", None)
+    if axes is None:
+        operand = input_at(mean, 1)
+        if operand is None or not is_constant(operand):
+            return []
+        axes = value_of(operand).flatten().tolist()
+    return sorted(int(axis) % dims for axis in axes)
 
 
 _KEPT = ("strides", "pads", "dilations")

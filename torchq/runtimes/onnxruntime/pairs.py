@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from torchq.onnx.ir import (
     Model,
     Node,
@@ -125,11 +127,11 @@ def quantize_reshaped(model: Model) -> None:
 
     Their kernels then return codes; they would run in float otherwise.
 
-    Before: DequantizeLinear -> Conv or GlobalAveragePool -> activations -> reshapes, or zeros that
-    are added around images -> QuantizeLinear.
+    Before: DequantizeLinear -> Conv, AveragePool or GlobalAveragePool -> activations -> reshapes,
+    or zeros that are added around images -> QuantizeLinear.
     After: A Q/DQ pair with the parameters of that QuantizeLinear stands in front of the reshapes.
     """
-    for node in nodes_of(model, "Conv", "GlobalAveragePool"):
+    for node in nodes_of(model, "Conv", "AveragePool", "GlobalAveragePool"):
         if dequantized(node.inputs[0]) is None:
             continue
         last = node
@@ -186,7 +188,8 @@ def widen_four_bit_weights(model: Model) -> None:
     every call.
 
     Before: DequantizeLinear of stored int4 or uint4 codes, with a scale per tensor or channel.
-    After: DequantizeLinear of the same codes, stored as int8 or uint8.
+    After: DequantizeLinear of the same codes, stored as int8 or uint8, with a zero point: without
+    one a Gemm stays in float.
     """
     for node in nodes_of(model, "DequantizeLinear"):
         codes = node.inputs[0]
@@ -197,6 +200,13 @@ def widen_four_bit_weights(model: Model) -> None:
         for value in (codes, *node.inputs[2:]):
             if value is not None and data_type(value).bitwidth == 4:
                 replace_stored(value, value_of(value))
+        if input_at(node, 2) is None:
+            scale = value_of(node.inputs[1])
+            stored = value_of(node.inputs[0]).dtype
+            zeros = torch.zeros(scale.shape, dtype=stored, device="cpu")
+            name = f"{pair_name(node)}/zero_point"
+            node.resize_inputs(3)
+            node.replace_input_with(2, add_initializer(model.graph, name, zeros))
         node.attributes.pop("output_dtype", None)
 
 

@@ -15,6 +15,7 @@ from torchq.swap.passes import (
     values_read,
 )
 from torchq.swap.plan import FLOAT_INPUT, Decision, Plan
+from torchq.utils import child_path
 
 #: Depthwise convolutions of fewer channels are faster in float.
 _NARROW = 16
@@ -45,12 +46,18 @@ def transposed_convolutions_in_float(plan: Plan, facts: Facts) -> Plan:
     """Leave the inputs of transposed convolutions float, for which there is no integer kernel.
 
     Before: they are quantized as those of other layers. After: their weights alone are, with a note
-    in the report; files store these as integers.
+    in the report; files store these as integers. Calls of their functions are like them.
     """
     reason = f"{plan.target} has no integer kernel for it"
+    holders = {
+        child_path(d.name, call.holder)
+        for d in plan.decisions
+        for call in d.calls
+        if call.kind.startswith("conv_transpose")
+    }
     rows = []
     for d in plan.decisions:
-        if not d.reason and is_of_class(d, _TRANSPOSED):
+        if not d.reason and (is_of_class(d, _TRANSPOSED) or d.name in holders):
             d = _with_float_input(d, reason)
         rows.append(d)
     return replace(plan, decisions=tuple(rows))

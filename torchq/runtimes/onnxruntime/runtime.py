@@ -32,6 +32,7 @@ from torchq.runtimes.onnxruntime.convolutions import (
     convolve_averages,
     gather_shuffled,
     merge_groups,
+    pool_means,
 )
 from torchq.runtimes.onnxruntime.engine import SessionEngine
 from torchq.runtimes.onnxruntime.matmuls import split_gemms
@@ -69,6 +70,7 @@ _CODES = Codes(stored="unsigned", fitted=True, int32_biases=True)
 _FILE = FileRules(
     passes=(
         widen_four_bit_weights,
+        pool_means,
         quantize_reshaped,
         convolve_averages,
         gather_shuffled,
