@@ -23,6 +23,9 @@ from torchq.onnx.ir import (
     save_model,
     value_of,
 )
+from torchq.onnx.qdq import quantizer_nodes, weight_nodes
+from torchq.onnx.verify import verify
+from torchq.runtimes.openvino import OpenVino
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -413,6 +416,59 @@ def test_what_is_compared_runs_the_kernels_of_a_session_of_the_users(
     report = torchq.verify_onnx(model, path, [x], progress=False)
     assert report.ok, report.table()
     assert [verdict.ok for verdict in report.verdicts] == [True, True, True]
+
+
+def damaged_copy(path: Path, quantizer: str) -> Path:
+    """Return a file with other codes in the first channel of a weight."""
+    file = load_model(path, check=False)
+    node = weight_nodes(file)[quantizer]
+    codes = value_of(node.inputs[0]).clone()
+    codes[0] = -codes[0]
+    replace_stored(node.inputs[0], codes)
+    copied = path.with_name("damaged.onnx")
+    save_model(file, copied, check=False)
+    return copied
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damaged", ["", "0.weight_quantizer", "3.weight_quantizer"])
+def test_a_session_whose_results_are_far_is_compared_layer_by_layer(
+    damaged: str, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values at ties, amplified, are no fault; a layer that computes otherwise is, and is named."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 16, 16)
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 8, 3)
+    )
+    config = torchq.recipes.int8(reduce_range=True)
+    calibrated(model.eval(), x, config=config, target="openvino", example=x)
+    torchq.export_onnx(model, x, path, dynamo=False, progress=False)
+    written = load_model(path)
+    quantizers = len(quantizer_nodes(written))
+    results = len(written.graph.outputs)
+    opened = OpenVino.opened
+
+    def opened_by_a_user(self: OpenVino, file: Path) -> Any:
+        shown = len(load_model(file, check=False).graph.outputs) - results
+        if damaged and shown < quantizers:
+            file = damaged_copy(file, damaged)
+        return opened(self, file)
+
+    monkeypatch.setattr(OpenVino, "opened", opened_by_a_user)
+    far = "result 0 is 44.8 dB from that of the file as it is written"
+    monkeypatch.setattr(verify, "unlike_written", lambda *_: far)
+    report = torchq.verify_onnx(model, path, [x], progress=False)
+    (written_file, session, _) = report.verdicts
+    assert written_file.ok
+    assert session.ok is not bool(damaged)
+    assert session.reason.startswith(f"{far}; ")
+    first = {
+        "": "every layer agrees",
+        "0.weight_quantizer": "computed by 0 or behind",
+        "3.weight_quantizer": "computed by 3 or behind",
+    }
+    assert first[damaged] in session.reason
 
 
 @pytest.mark.parametrize("bias", [0.0, 3.7e-7, -0.25])

@@ -26,6 +26,7 @@ from torchq.onnx.ir import (
 )
 from torchq.onnx.qdq import FLOAT_WEIGHT, pair_name, qparams_of
 from torchq.runtime import Runtime, open_session, reference_runtime
+from torchq.utils import progress_bar
 
 #: What the session of a file is called whose codes are those of integer kernels.
 OPTIMISED = "the optimised file"
@@ -129,6 +130,52 @@ class ExposedFile:
         for name, qparams in self._qparams.items():
             exposed[name] = qparams.codes(qparams.scaled(exposed[name]))
         return results[: self._count], exposed
+
+
+class ExposedOneByOne:
+    """A file that returns the codes of every quantizer from the session that a user opens.
+
+    A result more may change which kernels a runtime makes of the nodes beside it. So each quantizer
+    has a session of its own, which shows its codes alone: whatever stands in front of it runs as in
+    the session of a user.
+
+    Attributes:
+        session: What runs, in words.
+        dropped: Empty, as all codes are shown.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        nodes: Mapping[str, Node],
+        runtime: Runtime,
+        *,
+        progress: bool,
+    ) -> None:
+        self._path = path
+        self._nodes = nodes
+        self._runtime = runtime
+        self._progress = progress
+        self.session = f"the file in {runtime.name}, one layer shown at a time"
+        self.dropped: tuple[str, ...] = ()
+
+    def run(
+        self, feeds: Mapping[str, Tensor]
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Return the outputs of a user's session, and the codes of each quantizer in float32."""
+        codes: dict[str, Tensor] = {}
+        bar = progress_bar(
+            self._nodes.items(),
+            description="layers of the session",
+            enabled=self._progress,
+        )
+        for name, node in bar:
+            shown = ExposedFile(
+                self._path, {name: node}, self._runtime, optimized=False
+            )
+            codes |= shown.run(feeds)[1]
+        users = ExposedFile(self._path, {}, self._runtime, optimized=False)
+        return users.run(feeds)[0], codes
 
 
 def _values(model: Model) -> dict[str, Value]:

@@ -116,7 +116,7 @@ class Verdict:
     Attributes:
         what: what was run.
         ok: True if it agrees; None where it could not be run, which is no fault.
-        reason: what differs, or why it was not run; empty where it agrees.
+        reason: what differs, or why it was not run; where it agrees, why its results are others.
     """
 
     what: str
