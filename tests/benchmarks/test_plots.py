@@ -19,7 +19,7 @@ def texts(path: Path) -> list[str]:
     return re.findall(r">([^<>]+)</text>", path.read_text("utf-8"))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", plots.PICTURES)
 def test_pictures_are_drawn_from_the_results(name: str, tmp_path: Path) -> None:
     plots.main([name, "--out", str(tmp_path)])

@@ -52,7 +52,7 @@ def quantized(
     return calibrated(cls(), x, target="qnn", example=x, **options), x[:1]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cls", "shape", "version"),
     [*((*network, "2.0.0") for network in NETWORKS), (*NETWORKS[2], "1.0.0")],

@@ -578,6 +578,7 @@ def test_names_that_are_given_win_over_those_of_the_file(path: Path) -> None:
     assert interface(path) == (["image", "in/1"], ["out", "side"])
 
 
+@pytest.mark.slow
 def test_a_changed_model_has_the_names_of_its_exporter(path: Path) -> None:
     """An output that is taken away leaves no name for another one."""
     model = two_inputs()

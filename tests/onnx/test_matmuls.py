@@ -289,15 +289,17 @@ class Tagger(nn.Module):
 
 
 # torch 2.9 warns of sizes and batches in traces; the file is compared on another batch too.
-@pytest.mark.sample(1)
-@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.filterwarnings("ignore:Exporting a model to ONNX with a batch_size")
 @pytest.mark.filterwarnings(
     "ignore:export_onnx. 1 of its layers read an input in float"
 )
 @pytest.mark.parametrize(
-    "hidden", [True, False], ids=["quantized hidden", "float hidden"]
+    "hidden",
+    [
+        pytest.param(True, id="quantized hidden"),
+        pytest.param(False, id="float hidden", marks=pytest.mark.slow),
+    ],
 )
 def test_the_file_agrees_with_the_simulation(path: Path, hidden: bool) -> None:
     torch.manual_seed(0)

@@ -64,7 +64,7 @@ def share_equal(model: nn.Module, path: Path, x: Tensor) -> float:
     return float((difference < 1e-5).float().mean())
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dynamo", [True, False])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_images_get_equal_results_in_a_session(

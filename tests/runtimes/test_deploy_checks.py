@@ -80,6 +80,7 @@ def calibrated(net: nn.Module, *batches: Tensor, target: str | None = None) -> A
 
 
 @torch.no_grad()
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("net", [Branch, Loop, Exit])
 def test_a_forward_that_depends_on_data_is_left_to_torch(
     net: Callable[[], nn.Module],

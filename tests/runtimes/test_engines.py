@@ -290,7 +290,7 @@ def test_the_number_of_threads_follows_torch(monkeypatch: pytest.MonkeyPatch) ->
     assert seen[:2] == [before, before] and seen[-1] == 2 and seen.count(2) == 1
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
 def test_opened_modules_keep_no_copy_of_their_file(engine: str) -> None:
     pytest.importorskip(engine)

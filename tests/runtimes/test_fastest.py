@@ -53,7 +53,7 @@ def deploy() -> Any:
     return torchq.deploy(calibrated_detector(), images(1), target="fastest")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("best", TIMES)
 def test_the_fastest_is_taken(best: str, monkeypatch: pytest.MonkeyPatch) -> None:
     timed(monkeypatch, {**TIMES, best: 1.0})

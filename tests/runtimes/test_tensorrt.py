@@ -645,7 +645,7 @@ def test_deploy_runs_the_file_in_float32(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (deployed(X) - model(X)).abs().max() < 1e-2
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
 def test_the_precision_of_a_plan_is_that_of_its_files(
     precision: str, tmp_path: Path

@@ -67,6 +67,7 @@ def test_the_export_says_first_what_runs_in_float_and_that_fusing_mends_it(
     assert integer_weights(path) == (8 if target == "onnxruntime" else 9)
 
 
+@pytest.mark.slow
 def test_inspecting_and_deploying_say_it_too(tmp_path: Path) -> None:
     model = trained("onnxruntime")
     path = tmp_path / "m.onnx"

@@ -141,17 +141,23 @@ def test_the_correction_makes_nothing_worse(name: str) -> None:
 # --- networks of other libraries ------------------------------------------------------------------
 
 
-#: They take long, and others of the same library have their forwards.
+#: They take long, and others of the same library, or test_zoo.py, have their forwards.
 REPEATED = {
     "torchvision/alexnet",
+    "torchvision/deeplabv3_mobilenet_v3_large",
+    "torchvision/densenet121",
     "torchvision/fcn_resnet50",
     "torchvision/fcos_resnet50_fpn",
+    "torchvision/inception_v3",
     "torchvision/keypointrcnn_resnet50_fpn",
     "torchvision/maskrcnn_resnet50_fpn",
+    "torchvision/maxvit_t",
     "torchvision/mc3_18",
     "torchvision/r2plus1d_18",
+    "torchvision/regnet_x_400mf",
     "torchvision/resnext50_32x4d",
     "torchvision/ssd300_vgg16",
+    "torchvision/swin3d_t",
     "torchvision/wide_resnet50_2",
 }
 

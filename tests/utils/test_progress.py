@@ -128,7 +128,7 @@ def test_functions_show_a_bar_unless_told_not_to(
         torchq.quantize_(model, torchq.recipes.int8(reduce_range=True), **options)
         torchq.calibrate(model, [x], **options)
         torchq.deploy(model, x, **options)
-        torchq.export_onnx(model, x, path, **options)
+        torchq.export_onnx(model, x, path, dynamo=False, **options)
         torchq.verify_onnx(model, path, [x] * 3, **options)
         assert bool(shown) == progress
     expected = [("fuse: merge", 2), ("quantize: plan", 2), ("quantize: swap", 2)]
