@@ -119,6 +119,19 @@ class Arithmetic(Protocol):
 
 
 @dataclass(frozen=True)
+class LayerBound:
+    """How far the codes of a layer may be off in a runtime that is given equal codes.
+
+    Attributes:
+        share: how many of the codes may be other ones.
+        steps: by how much.
+    """
+
+    share: float = 0.0
+    steps: int = 1
+
+
+@dataclass(frozen=True)
 class FileRules:
     """What a runtime that reads ONNX files wants in them.
 
@@ -163,7 +176,7 @@ class Runtime:
         versions: What the figures and the rules were found with.
         proved: How far it is proved that this runtime computes the simulation. ``"equal codes"``:
             in whole networks. ``"per layer"``: of layers that are given equal inputs.
-            ``"emulated"``: whole results are those of its maker's emulator, and it was not run.
+            ``"per layer, emulated"``: the same on its maker's emulator, and it was not run.
             ``"structure alone"``: files keep its rules, and it was not run. ``"numbers alone"``:
             there are no files for it.
         packages: Those that it needs beside torch.
@@ -224,6 +237,25 @@ class Runtime:
         """Return an ONNX file as a function of its inputs; None where this runtime is not here."""
         return None
 
+    @property
+    def emulates(self) -> str:
+        """The chip that :meth:`emulated` runs files on; empty for a runtime without an emulator."""
+        return ""
+
+    def emulated(self, path: Path) -> Callable[[Mapping[str, Tensor]], list[Tensor]]:
+        """Return an ONNX file as a function of its inputs, on an emulator of the chip.
+
+        :func:`torchq.verify_onnx` asks for it by ``target=`` alone, as it takes long.
+
+        Raises:
+            MissingExtraError: the package of the emulator is not installed.
+        """
+        raise NotImplementedError
+
+    def bound(self, quantize: Any) -> LayerBound:
+        """Return how far the emulator's codes of a QuantizeLinear may be off."""
+        return LayerBound()
+
     def excuse(self) -> str:
         """Return why right files with 8-bit weights may give wrong results on this machine."""
         return ""
@@ -272,7 +304,13 @@ def open_session(
 
 
 #: What may be proved of a runtime, the most first.
-_PROOFS = ("equal codes", "per layer", "emulated", "structure alone", "numbers alone")
+_PROOFS = (
+    "equal codes",
+    "per layer",
+    "per layer, emulated",
+    "structure alone",
+    "numbers alone",
+)
 
 
 class Targets(tuple[str, ...]):

@@ -9,6 +9,8 @@ import pytest
 
 import torchq
 from torchq.cli import main
+from torchq.runtime import open_session
+from torchq.runtimes import Qnn
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -88,3 +90,35 @@ def test_targets_without_files_are_refused_before_data_is_read(
     assert main([*without_data, "--export", "m.onnx", "--target", target]) == 2
     message = f"there are no ONNX files for {target}; expected {expected}"
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_verify_runs_the_emulator_of_a_target_where_it_is_given(
+    command: list[str], printed: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ONNX Runtime takes the place of the emulator."""
+    monkeypatch.setattr(
+        Qnn, "emulated", lambda self, path: open_session(path, optimize=False).run
+    )
+    monkeypatch.setattr(Qnn, "check", lambda self: None)
+    command += ["--target", "qnn", "--export", "m.onnx", "--no-report"]
+    out = printed(*command, "--labels", "--verify")
+    assert (
+        "each layer of the file on SM8550 (emulated), given equal codes: agrees" in out
+    )
+    (heading,) = (line for line in out.splitlines() if "to simulation, dB" in line)
+    assert heading.split()[-1] == "metric"
+    assert "file on this CPU" in out
+
+
+def test_verify_names_the_package_of_the_emulator_before_any_work(
+    command: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime_qnn", None)
+    without_data = [*command[:-1], "residual_net:missing", "--target", "qnn"]
+    assert main([*without_data, "--export", "m.onnx", "--verify"]) == 2
+    assert "onnxruntime_qnn is not installed" in capsys.readouterr().err
+    assert main([*without_data, "--export", "m.onnx"]) == 2
+    assert "residual_net:missing" in capsys.readouterr().err

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -345,3 +346,46 @@ def test_nothing_is_printed(
 ) -> None:
     copy.deepcopy(deployed[1])(X)
     assert capfd.readouterr().out == ""
+
+
+def test_layers_of_the_emulator_that_get_equal_codes_compute_those_of_the_model(
+    deployed: tuple[nn.Module, nn.Module], tmp_path: Path
+) -> None:
+    """Each within the bounds of the table, on a new chip and on an old one."""
+    model, path = deployed[0], tmp_path / "m.onnx"
+    torchq.export_onnx(model, X, path, dynamo=False, progress=False)
+    for soc in ("SM8550", "SM8350"):
+        report = torchq.verify_onnx(
+            model, path, [X], target=Qnn(soc=soc), progress=False
+        )
+        assert report.ok, str(report)
+        differ = [row for row in report.layers if row.differ]
+        assert differ and all(row.max_diff == 1 for row in differ)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class OtherScale(Qnn):
+    """The emulator, with a layer whose weight has twice its scale."""
+
+    def emulated(self, path: Path) -> Any:
+        model = onnx.load(path)
+        (scale,) = (
+            tensor
+            for tensor in model.graph.initializer
+            if tensor.name == "block.weight_quantizer/scale"
+        )
+        doubled = 2 * onnx.numpy_helper.to_array(scale)
+        scale.CopyFrom(onnx.numpy_helper.from_array(doubled, scale.name))
+        onnx.save(model, path.with_suffix(".damaged"))
+        return super().emulated(path.with_suffix(".damaged"))
+
+
+def test_a_layer_of_the_emulator_that_computes_something_else_is_named(
+    deployed: tuple[nn.Module, nn.Module], tmp_path: Path
+) -> None:
+    model, path = deployed[0], tmp_path / "m.onnx"
+    torchq.export_onnx(model, X, path, dynamo=False, progress=False)
+    report = torchq.verify_onnx(model, path, [X], target=OtherScale(), progress=False)
+    assert not report.ok
+    assert report.first is not None and report.first.layers == ("block",)
+    assert sum(not row.ok for row in report.layers) == 1

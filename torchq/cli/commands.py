@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import torchq
 from torchq.analysis import check_path, compare_outputs
 from torchq.analysis.mixed_precision import check_budget, check_formats
-from torchq.analysis.outputs import plain
+from torchq.analysis.outputs import Score, find_metric, plain
 from torchq.cli.loading import (
     ENDINGS,
     check_different,
@@ -45,6 +45,8 @@ from torchq.runtimes.beside_float import speed_line
 from torchq.utils import replacing
 from torchq.utils.optional import import_optional
 
+#: Batches that a file is compared on.
+_VERIFIED = 2
 #: Where the report goes if no other file is written.
 _REPORT = "torchq-report.html"
 
@@ -119,7 +121,7 @@ def run_quantize(args: argparse.Namespace) -> int:
     prepared = prepare(args, say=say, held_out=args.compare, check=lambda: _check(args))
     metric = read_metric(args)
     comparison = _compare(prepared, metric, args, say)
-    files = _write(prepared, args, say)
+    files = _write(prepared, metric, args, say)
     timing = speed_line(prepared.model, (prepared.example,))
     if timing:
         say(timing)
@@ -147,6 +149,10 @@ def _check(args: argparse.Namespace) -> None:
     if args.export and _own_writer(args) is None:
         for package in reference_runtime().packages:
             import_optional(package, "--export")
+        if _is_emulated(args) and isinstance(
+            runtime := runtime_of(args.target), Engine
+        ):
+            runtime.check()
     elif args.export and isinstance(runtime := runtime_of(args.target), Engine):
         runtime.check()
     read_metric(args)
@@ -215,7 +221,10 @@ def _compare(
 
 
 def _write(
-    found: Prepared, args: argparse.Namespace, say: Callable[[object], None]
+    found: Prepared,
+    metric: object,
+    args: argparse.Namespace,
+    say: Callable[[object], None],
 ) -> dict[str, str]:
     """Write the files that were asked for, and return their paths."""
     model = found.model
@@ -236,13 +245,37 @@ def _write(
         say(f"wrote {args.export} ({Path(args.export).stat().st_size / 2**20:.2f} MiB)")
         for note in report.notes:
             say(note)
-        batches = [example_of(batch) for batch in found.calibration[: args.verify]]
-        say(torchq.verify_onnx(model, args.export, batches))
+        say(_verify(found, metric, args))
         written["export"] = args.export
     if not written:
         say(torchq.summary(model))
         say("the model was not written; use --export FILE.onnx or --save FILE.pt")
     return written
+
+
+def _verify(
+    found: Prepared, metric: Any, args: argparse.Namespace
+) -> torchq.onnx.VerifyReport:
+    """Compare the file with its model; where --verify is given, on the target's emulator too."""
+    count = args.verify or _VERIFIED
+    if not _is_emulated(args):
+        batches = [example_of(batch) for batch in found.calibration[:count]]
+        return torchq.verify_onnx(found.model, args.export, batches)
+    # A metric of models cannot run a file.
+    of_outputs = metric and isinstance(find_metric("--metric", metric), Score)
+    return torchq.verify_onnx(
+        found.model,
+        args.export,
+        found.held_out[:count],
+        target=args.target,
+        metric=metric if of_outputs else None,
+    )
+
+
+def _is_emulated(args: argparse.Namespace) -> bool:
+    """Return True if the file is to run on the emulator of its target."""
+    runtime = runtime_of(args.target)
+    return args.verify is not None and runtime is not None and bool(runtime.emulates)
 
 
 def _report(

@@ -190,12 +190,12 @@ _METRIC = "package.module:function of (output, batch) or of a model, or detectio
 _LABELS = "measure accuracy: the sub-folders of --data are the classes, by name"
 _COMPARISON = [[_row("--metric", _METRIC, "NAME"), _flag("--labels", _LABELS)]]
 _OPSET = "of the ONNX file (default: 20, or 21 where the types need it)"
+_VERIFY = f"""batches to compare {_READER} with PyTorch on, and where it is given the emulator of
+    the target too, layer by layer (default: 2)"""
 _OUTPUT = [
     _row("--export", f"write ONNX with Q/DQ; verify it in {_READER}", "FILE.onnx"),
     _row("--opset", _OPSET, type=whole(10, 23)),
-    _count(
-        "--verify", f"batches to compare {_READER} with PyTorch on", 1, 2, metavar="N"
-    ),
+    _row("--verify", _VERIFY, "N", type=whole(1), nargs="?", const=2),
     _row("--save", "write the quantized model for torchq.load", "FILE.pt"),
 ]
 _PAGE = """the report of torchq.report, with formats under a budget (default: a shorter one, beside

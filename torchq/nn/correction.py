@@ -9,8 +9,9 @@ Reference: Nagel et al., Data-Free Quantization Through Weight Equalization and 
 (ICCV 2019), section 4.2; the gain is the least-squares fit beside it.
 """
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -178,14 +179,36 @@ def fold_corrections_(model: M) -> M:
 
 
 @contextmanager
-def folded_corrections(model: nn.Module) -> Iterator[None]:
-    """Let the parameters of a model be those of kernels and files, inside a ``with`` block."""
+def folded_corrections(
+    model: nn.Module,
+) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """Let the parameters of a model be those of kernels and files, inside a ``with`` block.
+
+    Yields a context manager, for blocks inside it, in which they are those of the float model.
+    """
+    layers = corrected_layers(model)
+    in_float = [
+        (layer, dict(layer.named_parameters(recurse=False))) for layer in layers
+    ]
     with ExitStack() as stack:
-        for layer in corrected_layers(model):
+        for layer in layers:
             stack.enter_context(state_kept(layer))
             for parameter in layer.parameters():  # among them ranges that are learned
                 stack.callback(setattr, parameter, "data", parameter.data)
             layer.fold_correction_()
+        yield partial(_with_parameters, in_float)
+
+
+@contextmanager
+def _with_parameters(
+    parameters: list[tuple[Corrected, dict[str, nn.Parameter]]],
+) -> Iterator[None]:
+    """Let layers have other parameters for a while."""
+    with ExitStack() as stack:
+        for layer, others in parameters:
+            for name, parameter in others.items():
+                stack.callback(setattr, layer, name, getattr(layer, name))
+                setattr(layer, name, parameter)
         yield
 
 

@@ -59,6 +59,21 @@ _APPROXIMATE = names(
 )
 
 
+@dataclass(frozen=True)
+class Ran:
+    """What a file computed for one batch.
+
+    Attributes:
+        outputs: in order.
+        given: the codes of each quantizer, by name, in float32: what is behind it reads them.
+        computed: those that what is in front of it computes; the same ones but in a cut file.
+    """
+
+    outputs: list[Tensor]
+    given: dict[str, Tensor]
+    computed: dict[str, Tensor]
+
+
 class ExposedFile:
     """A file that returns the codes of every quantizer beside its outputs.
 
@@ -121,15 +136,13 @@ class ExposedFile:
                 self.session = f"the file in {other.name}"
             self._run = run or open_session(file, optimize=False).run
 
-    def run(
-        self, feeds: Mapping[str, Tensor]
-    ) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Return the outputs of the file, and the codes of each quantizer in float32."""
+    def run(self, feeds: Mapping[str, Tensor]) -> Ran:
+        """Return the outputs of the file, and the codes of each quantizer."""
         results = self._run(feeds)
         exposed = dict(zip(self._names, results[self._count :], strict=True))
         for name, qparams in self._qparams.items():
             exposed[name] = qparams.codes(qparams.scaled(exposed[name]))
-        return results[: self._count], exposed
+        return Ran(results[: self._count], exposed, exposed)
 
 
 class ExposedOneByOne:
@@ -159,10 +172,8 @@ class ExposedOneByOne:
         self.session = f"the file in {runtime.name}, one layer shown at a time"
         self.dropped: tuple[str, ...] = ()
 
-    def run(
-        self, feeds: Mapping[str, Tensor]
-    ) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Return the outputs of a user's session, and the codes of each quantizer in float32."""
+    def run(self, feeds: Mapping[str, Tensor]) -> Ran:
+        """Return the outputs of a user's session, and the codes of each quantizer."""
         codes: dict[str, Tensor] = {}
         bar = progress_bar(
             self._nodes.items(),
@@ -173,9 +184,9 @@ class ExposedOneByOne:
             shown = ExposedFile(
                 self._path, {name: node}, self._runtime, optimized=False
             )
-            codes |= shown.run(feeds)[1]
+            codes |= shown.run(feeds).computed
         users = ExposedFile(self._path, {}, self._runtime, optimized=False)
-        return users.run(feeds)[0], codes
+        return Ran(users.run(feeds).outputs, codes, codes)
 
 
 def _values(model: Model) -> dict[str, Value]:
@@ -209,11 +220,13 @@ class Behind:
         layers: The paths of the layers.
         share: how many of its codes may be another one, by the operators among them.
         dtype: the type of a strongly typed file.
+        steps: by how much they may be off.
     """
 
     layers: tuple[str, ...]
     share: float
     dtype: torch.dtype | None = None
+    steps: int = 1
 
 
 def behind(value: Value | None, share: float = SHARE) -> Behind:

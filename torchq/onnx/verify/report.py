@@ -78,10 +78,11 @@ class LayerAgreement:
         differ: Codes that differ, where the layers in front got the same codes; stored numbers
             that differ; elements of an output beyond float rounding.
         max_diff: Largest difference, in codes, or in values for an output or a bias.
-        allowed: How many may differ, each by one code: a hundred-thousandth of the codes of integer
-            layers, more where a float kernel or another runtime computes, and three.
+        allowed: How many may differ, each by ``steps``: a hundred-thousandth of the codes of
+            integer layers, more where a float kernel or another runtime computes, and three.
         parameters: What differs in scale, zero point or type; empty where nothing does.
         layers: The layers of the file that computed the values from the codes before them.
+        steps: By how many codes each may differ; more than one on an emulator alone.
     """
 
     name: str
@@ -91,11 +92,13 @@ class LayerAgreement:
     allowed: int = 0
     parameters: str = ""
     layers: tuple[str, ...] = ()
+    steps: int = 1
 
     @property
     def ok(self) -> bool:
-        """True if no more differs than is allowed, by one code, and no parameter does."""
-        few = self.differ == 0 or (self.differ <= self.allowed and self.max_diff <= 1)
+        """True if no more differs than is allowed, by so many codes, and no parameter does."""
+        near = self.max_diff <= self.steps
+        few = self.differ == 0 or (self.differ <= self.allowed and near)
         return few and not self.parameters
 
     def why(self) -> str:
@@ -129,6 +132,44 @@ class Verdict:
 
 
 @dataclass(frozen=True)
+class RunAgreement:
+    """How near one way to run a model is to others, over all batches, at the worst output.
+
+    Attributes:
+        what: what was run.
+        float_db: energy of the float model's output over that of the difference, in dB.
+        simulation_db: the same beside the simulation.
+        same_class: share of samples with the class of the float model; None without classes.
+        score: the mean of the user's metric; None without one.
+    """
+
+    what: str
+    float_db: float
+    simulation_db: float
+    same_class: float | None
+    score: float | None = None
+
+
+def runs_table(runs: Sequence[RunAgreement]) -> str:
+    """Return a row for each run."""
+    has_classes = any(run.same_class is not None for run in runs)
+    has_scores = any(run.score is not None for run in runs)
+    heading = ["run", "to float, dB", "to simulation, dB"]
+    heading += ["class of float"] * has_classes + ["metric"] * has_scores
+    rows = [tuple(heading)]
+    for run in runs:
+        row = [run.what, f"{run.float_db:.1f}", f"{run.simulation_db:.1f}"]
+        row += [_percent(run.same_class)] * has_classes
+        row += ["" if run.score is None else f"{run.score:.4g}"] * has_scores
+        rows.append(tuple(row))
+    return table(rows)
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.2%}"
+
+
+@dataclass(frozen=True)
 class VerifyReport:
     """What :func:`torchq.verify_onnx` found; ``print`` it, or its :meth:`table`.
 
@@ -148,6 +189,8 @@ class VerifyReport:
             quantization makes, in dB, for the worst output on the first batch; None where no
             quantizer is on. Outputs of several orders of magnitude, such as boxes beside scores,
             need a metric of their own: see :func:`torchq.doctor`.
+        runs: the float model, the simulation, the file on this CPU and on an emulator beside each
+            other; empty where no emulator was asked for.
     """
 
     path: str
@@ -159,6 +202,7 @@ class VerifyReport:
     coverage: Coverage | None = None
     size: tuple[int, int] = (0, 0)
     simulation_db: float | None = None
+    runs: tuple[RunAgreement, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -198,6 +242,8 @@ class VerifyReport:
             )
         elif not self.ok:
             lines.append(f"  next: {self.hint}")
+        if self.runs:
+            lines += [f"  {line}" for line in runs_table(self.runs).splitlines()]
         return "\n".join(lines)
 
     def _head(self) -> Iterator[str]:
@@ -323,7 +369,7 @@ class Codes:
         behind: Behind,
         dtypes: Mapping[str, torch.dtype],
     ) -> None:
-        self._fixed = (parameters, behind.layers)
+        self._fixed = (parameters, behind.layers, behind.steps)
         computed = {
             behind.dtype,
             *(dtypes[layer] for layer in behind.layers if layer in dtypes),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.errors import ExportError, TorchqError
+from torchq.errors import ConfigError, ExportError, TorchqError
 from torchq.formats import SCALE_TYPES
 from torchq.graph import call_arguments, call_model, tensors_in
 from torchq.graph.operators import BATCH_NORMS
@@ -25,7 +25,7 @@ from torchq.onnx.export import undo_export, unwrap
 from torchq.onnx.interface import input_names_of, named_calls, nested_tensors
 from torchq.onnx.ir import (
     Model,
-    Value,
+    Node,
     first_line,
     float_size,
     load_model,
@@ -41,6 +41,7 @@ from torchq.onnx.qdq import (
     read_record,
     weight_nodes,
 )
+from torchq.onnx.verify.cut import CutFile
 from torchq.onnx.verify.exposed import (
     APPROXIMATE_SHARE,
     OTHER_SHARE,
@@ -49,6 +50,7 @@ from torchq.onnx.verify.exposed import (
     Behind,
     ExposedFile,
     ExposedOneByOne,
+    Ran,
     behind,
 )
 from torchq.onnx.verify.parameters import compare_weights, pair_difference
@@ -62,6 +64,7 @@ from torchq.onnx.verify.report import (
     decibels,
     difference,
 )
+from torchq.onnx.verify.runs import Metric, RunAgreement, Runs
 from torchq.onnx.verify.session import EQUAL, EQUAL_BUT_FOR_BIASES, unlike_written
 from torchq.onnx.verify.sizes import Sizes
 from torchq.runtime import (
@@ -70,6 +73,7 @@ from torchq.runtime import (
     open_session,
     planned_target,
     reference_runtime,
+    runtime_of,
 )
 from torchq.utils import check_batches, evaluating, progress_bar
 from torchq.workflow import quantizers
@@ -77,6 +81,11 @@ from torchq.workflow.changed_weights import warn_of_changed_weights
 from torchq.workflow.modes import has_wide_weights
 
 _FEW_BITS = 4
+#: What to do where a chip computes something else than its file says.
+_CHIP_HINT = (
+    "the file computes what its model does, and the chip something else: write the layer in "
+    "another form, give it other widths, or ask another chip"
+)
 
 
 def verify_onnx(
@@ -85,6 +94,8 @@ def verify_onnx(
     batches: Iterable[object],
     *,
     num_batches: int | None = None,
+    target: str | Runtime | None = None,
+    metric: Metric | None = None,
     progress: bool = True,
 ) -> VerifyReport:
     """Prove that a file of :func:`torchq.export_onnx` computes what its model does, in its runtime.
@@ -112,6 +123,11 @@ def verify_onnx(
     *Open dimensions*: the first batch runs with a second length of each, where the float model
     accepts one.
 
+    *An emulator*: with ``target="qnn"``, each layer also runs on the chip's emulator, given the
+    codes that the file has in front of it; codes may be off by what
+    ``torchq.runtimes.qnn.BOUNDS`` says. Whole results may be twice as far from the simulation as
+    that is from the float model, and ``report.runs`` says how near all are.
+
     *Outputs*: a session with default options, against the model. A deep network turns one code at a
     tie into other outputs for that image, so these are figures and no verdict.
 
@@ -120,6 +136,10 @@ def verify_onnx(
         path: The file.
         batches: Batches as for :func:`torchq.calibrate`; see :func:`torchq.graph.call_model`.
         num_batches: The number of batches to stop after.
+        target: The runtime that the file is for, or its name, perhaps with settings as in
+            ``Qnn(soc="SM8650")``, to run its emulator too.
+        metric: With ``target``, called as ``metric(output, batch)``: a number for each run, of
+            which the report has the mean over batches.
         progress: Show a bar where it takes longer than a second.
 
     Returns:
@@ -127,7 +147,8 @@ def verify_onnx(
 
     Raises:
         ExportError: There is no batch, the file is broken or does not belong to this model, or
-            ONNX Runtime cannot run it.
+            ONNX Runtime or the emulator cannot run it.
+        ConfigError: ``target`` is unknown, or the file is for another one.
         MissingExtraError: A package of the extra "export" is not installed.
 
     Example:
@@ -139,7 +160,15 @@ def verify_onnx(
     shown = progress_bar(
         batches, description="verify", most=num_batches, enabled=progress
     )
-    return _verified(unwrap(model), Path(path), shown, whole=True, progress=progress)
+    return _verified(
+        unwrap(model),
+        Path(path),
+        shown,
+        whole=True,
+        progress=progress,
+        runtime=runtime_of(target),
+        metric=metric,
+    )
 
 
 def verify_layers(model: nn.Module, path: Path, batch: Any) -> VerifyReport:
@@ -157,22 +186,32 @@ def _verified(
     *,
     whole: bool,
     progress: bool,
+    runtime: Runtime | None = None,
+    metric: Metric | None = None,
 ) -> VerifyReport:
     with folded_corrections(model), named_errors(path):
-        comparison = _Comparison(model, path, whole=whole, progress=progress)
+        comparison = _Comparison(
+            model, path, whole=whole, progress=progress, runtime=runtime, metric=metric
+        )
     sizes = Sizes(load_model(path, check=False), model)
     count = 0
     first: Any = None
     with (
         torch.no_grad(),
         evaluating(model),
-        folded_corrections(model),
+        folded_corrections(model) as unfolded,
         ExitStack() as stack,
     ):
-        for file in comparison.files:
+
+        def in_float(batch: Any) -> list[Tensor]:
+            """Return the results of the float model."""
+            with unfolded(), quantizing_only(quantizers(model).values()):
+                return _results(model, batch)
+
+        for file in comparison.compared:
             stack.enter_context(named_calls(model, file.known, file.note))
         for batch in batches:
-            comparison.add(batch)
+            comparison.add(batch, in_float)
             first = first if count else batch
             count += 1
         if not count:
@@ -181,7 +220,7 @@ def _verified(
         agreed = tuple(output.result() for output in comparison.outputs)
         if whole:
             sizes.run(first, comparison.problem_with)
-    shown_file = comparison.files[-1]
+    shown_file = comparison.shown()
     written = load_model(path, check=False)
     return VerifyReport(
         path=os.fspath(path),
@@ -193,6 +232,7 @@ def _verified(
         coverage=Coverage.of(written),
         size=(stored_size(written), float_size(written)),
         simulation_db=_beside_float(model, first),
+        runs=comparison.runs(),
     )
 
 
@@ -219,10 +259,18 @@ class _Comparison:
     """A model beside its file: as it is written, and as the session of a user runs it."""
 
     def __init__(
-        self, model: nn.Module, path: Path, *, whole: bool, progress: bool
+        self,
+        model: nn.Module,
+        path: Path,
+        *,
+        whole: bool,
+        progress: bool,
+        runtime: Runtime | None = None,
+        metric: Metric | None = None,
     ) -> None:
         graph = load_model(path)
-        self._model, self._path = model, path
+        self._model = model
+        self._path = path
         self._whole = whole
         self._progress = progress
         self._has_integers = _has_integers(graph)
@@ -250,13 +298,54 @@ class _Comparison:
         self.outputs = [Output(name) for name in self._session.outputs]
         self._session_problem = ""
         self._one_by_one: _File | None = None
+        self._emulation: _Emulation | None = None
+        if runtime is not None and self._is_emulated(runtime, usual is not None):
+            self._emulation = _Emulation(
+                model, path, runtime, self._session.outputs, metric
+            )
 
-    def add(self, batch: object) -> None:
-        """Compare one batch."""
+    def _is_emulated(self, runtime: Runtime, runs_here: bool) -> bool:
+        """Return whether an emulator is to run; an error if a runtime cannot run the file."""
+        of_file = self.files[0].target
+        if of_file != runtime.name:
+            raise ConfigError(
+                f"verify_onnx: got target={runtime.name!r} for {self._path}, a file for "
+                f"{of_file or 'no target'}; expected one that export_onnx wrote for "
+                f"{runtime.name!r}"
+            )
+        if not runtime.emulates and not runs_here and runtime != reference_runtime():
+            raise ConfigError(
+                f"verify_onnx: got target={runtime.name!r}, which runs no files here; expected a "
+                "runtime with an emulator, as 'qnn', or none: any file runs in ONNX Runtime"
+            )
+        return bool(runtime.emulates)
+
+    @property
+    def compared(self) -> list[_File]:
+        """All files with codes of each quantizer, that on an emulator the last."""
+        emulation = self._emulation
+        return self.files if emulation is None else [*self.files, emulation.layers]
+
+    def shown(self) -> _File:
+        """Return the first file with a layer that differs, or else the last one."""
+        looked_into = [] if self._one_by_one is None else [self._one_by_one]
+        files = [*self.files, *looked_into]
+        files += [] if self._emulation is None else [self._emulation.layers]
+        wrong = (file for file in files if not all(row.ok for row in file.rows()))
+        return next(wrong, files[-1])
+
+    def runs(self) -> tuple[RunAgreement, ...]:
+        """Return how near all runs are to each other; empty without an emulator."""
+        return () if self._emulation is None else self._emulation.runs.results()
+
+    def add(self, batch: object, in_float: Callable[[Any], list[Tensor]]) -> None:
+        """Compare one batch; ``in_float`` returns the results of the float model."""
         feeds = self._session.feeds(_file_inputs(self._model, batch))
         results = self._run(feeds)
         add_outputs(self.outputs, _results(self._model, batch), results)
         self._compare(batch, feeds, results)
+        if self._emulation is not None:
+            self._emulation.add(self._model, batch, feeds, in_float(batch))
 
     def _compare(
         self, batch: object, feeds: Mapping[str, Tensor], found: list[Tensor]
@@ -297,16 +386,13 @@ class _Comparison:
         return next((v.reason for v in self.verdicts() if v.ok is False), "")
 
     def layers(self) -> tuple[LayerAgreement, ...]:
-        """Return the layers of the user's session, or those of the file if they are wrong."""
-        files = [*self.files, *filter(None, [self._one_by_one])]
-        rows = [file.rows() for file in files]
-        return next(
-            (some for some in rows if not all(row.ok for row in some)), rows[-1]
-        )
+        """Return the layers of the chip or the user's session, or of the file if they are wrong."""
+        return self.shown().rows()
 
     def verdicts(self) -> tuple[Verdict, ...]:
-        """Return the verdict on the file, and that on the session of a user."""
-        return self._verdict_on_file(), self._verdict_on_session()
+        """Return the verdict on the file, that on the session of a user, and those on a chip."""
+        on_chip = () if self._emulation is None else self._emulation.verdicts()
+        return self._verdict_on_file(), self._verdict_on_session(), *on_chip
 
     def _verdict_on_file(self) -> Verdict:
         rows = self.files[0].rows()
@@ -340,6 +426,45 @@ class _Comparison:
                 f"; it has no codes of {names}, whose layers it computes in another way"
             )
         return Verdict(what, not reason, reason)
+
+
+class _Emulation:
+    """A file on the emulator of a chip: each layer alone, and the whole of it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        path: Path,
+        runtime: Runtime,
+        outputs: Sequence[str],
+        metric: Metric | None,
+    ) -> None:
+        self._run = runtime.emulated(path)
+        graph = load_model(path)
+        self.layers = _File(model, path, graph, optimized=False, chip=runtime)
+        self._written = open_session(path, optimize=False)
+        self.runs = Runs(outputs, ("file on this CPU", runtime.emulates), metric)
+
+    def add(
+        self,
+        model: nn.Module,
+        batch: Any,
+        feeds: Mapping[str, Tensor],
+        in_float: list[Tensor],
+    ) -> None:
+        """Run one batch, of which ``in_float`` are the results of the float model."""
+        self.layers.compare(model, batch, feeds)
+        structure = call_model(model, batch)
+        simulated = [tensor.cpu() for tensor in tensors_in(structure)]
+        in_file = self._written.run(feeds)
+        results = [in_float, simulated, in_file, self._run(feeds)]
+        self.runs.add(batch, structure, results)
+
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """Return the verdicts on the layers, and on the whole file."""
+        rows = self.layers.rows()
+        of_layers = Verdict(self.layers.session, *_agreement(rows))
+        return (*((of_layers,) if rows else ()), self.runs.verdict())
 
 
 def _agreement(rows: Iterable[LayerAgreement]) -> tuple[bool, str]:
@@ -393,9 +518,16 @@ class _File:
     """A file beside its model: what it stores, and its codes for one batch after the other."""
 
     def __init__(
-        self, model: nn.Module, path: Path, graph: Model, *, optimized: bool
+        self,
+        model: nn.Module,
+        path: Path,
+        graph: Model,
+        *,
+        optimized: bool,
+        chip: Runtime | None = None,
     ) -> None:
         record = read_record(graph)
+        self._chip = chip
         self._path = path
         self._optimized = optimized
         self._runtime = RUNTIMES.get(str(record.get("target")))
@@ -429,7 +561,7 @@ class _File:
             name: Codes(
                 name,
                 pair_difference(self.known[path_of(name)], nodes[in_file]),
-                self._behind(model, nodes[in_file].inputs[0]),
+                self._behind(model, nodes[in_file]),
                 dtypes,
             )
             for name, in_file in places.items()
@@ -438,13 +570,17 @@ class _File:
         ends = ((v.name, self._in_file_type(behind(v))) for v in outputs)
         self._outputs = [Codes(f"output {name}", "", end, dtypes) for name, end in ends]
         self._nodes = nodes
-        self._exposed: ExposedFile | ExposedOneByOne = ExposedFile(
-            path, nodes, self._runtime, optimized=optimized
-        )
+        self._exposed: ExposedFile | ExposedOneByOne | CutFile
+        if chip is None:
+            self._exposed = ExposedFile(path, nodes, self._runtime, optimized=optimized)
+        else:
+            written = ExposedFile(path, nodes, None, optimized=False)
+            self._exposed = CutFile(path, list(nodes), written, chip)
+            self._outputs = []
         self.session = self._exposed.session
         self.dropped = self._exposed.dropped
-        self.hint = _hint(model, self._runtime)
-        self._found: dict[str, Tensor] | None = None
+        self.hint = _hint(model, self._runtime) if chip is None else _CHIP_HINT
+        self._ran: Ran | None = None
         self._called: dict[str, None] = {}
 
     def show_one_by_one(self, *, progress: bool) -> None:
@@ -464,6 +600,11 @@ class _File:
         )
 
     @property
+    def target(self) -> str:
+        """The name of the runtime that the file is for; empty for none."""
+        return "" if self._runtime is None else self._runtime.name
+
+    @property
     def is_for_reference(self) -> bool:
         """True for a file whose layers the reference runtime optimises."""
         return self._runtime is reference_runtime()
@@ -473,8 +614,13 @@ class _File:
         """True for a file for another runtime than the reference."""
         return self._runtime not in (None, reference_runtime())
 
-    def _behind(self, model: nn.Module, value: Value | None) -> Behind:
-        """Return what computes a value; layers that the plan knows in float have their share."""
+    def _behind(self, model: nn.Module, quantize: Node) -> Behind:
+        """Return what computes codes; layers that the plan knows in float have their share."""
+        value = quantize.inputs[0]
+        if self._chip is not None:
+            bound = self._chip.bound(quantize)
+            layers = behind(value).layers
+            return Behind(layers, bound.share, steps=bound.steps)
         behind_value = behind(value, self._share())
         modules = dict(model.named_modules())
         forms = {
@@ -487,7 +633,7 @@ class _File:
                 behind_value, share=max(behind_value.share, APPROXIMATE_SHARE)
             )
         # What a strongly typed file is given is float32.
-        is_given = value is not None and value.producer() is None
+        is_given = value.producer() is None
         return behind_value if is_given else self._in_file_type(behind_value)
 
     def _in_file_type(self, found: Behind) -> Behind:
@@ -509,25 +655,28 @@ class _File:
         """Compare the codes of one batch, and the outputs behind the last of them."""
         if not self._named:
             return
-        outputs, self._found = self._exposed.run(feeds)
+        self._ran = self._exposed.run(feeds)
+        outputs = self._ran.outputs
         try:
             expected = _results(model, batch)
         finally:
-            self._found = None
+            self._ran = None
         absent = [name for name in self._codes if name not in self._called]
         if absent:
             raise ExportError(
                 f"{absent[0]}: is in the file but was not called in the model; "
                 "expected the model that was exported"
             )
-        for row, want, got in zip(self._outputs, expected, outputs, strict=True):
-            row.add_output(want, got)
+        if self._outputs:
+            add_rows = zip(self._outputs, expected, outputs, strict=True)
+            for row, want, got in add_rows:
+                row.add_output(want, got)
 
     def note(
         self, name: str, quantizer: TensorQuantizer, x: Tensor, out: Tensor
     ) -> Tensor:
         """Compare the codes of one call with the file's, and return the values of these."""
-        if self._found is None:
+        if self._ran is None:
             return out
         self._called[name] = None
         if not quantizer.quantizing:
@@ -544,11 +693,13 @@ class _File:
         file_qparams = self._qparams[in_file]
         if not quantizer.descriptor.symmetric:
             model_codes = quantizer.qparams().centered(model_codes)
-        file_codes = file_qparams.centered(self._found[in_file])
+        file_codes = file_qparams.centered(self._ran.given[in_file])
         model_codes = without_pads(model_codes, pads).cpu()
         if in_file != name and model_codes.shape != file_codes.shape:
             return out  # Of two that became one, the model pads in front of one alone.
-        self._codes[name].add(model_codes, file_codes, x.dtype)
+        if in_file in self._ran.computed:
+            computed = file_qparams.centered(self._ran.computed[in_file])
+            self._codes[name].add(model_codes, computed, x.dtype)
         values = out.clone()  # The zeros that only the model pads with stay.
         without_pads(values, pads).copy_(file_qparams.dequantize(file_codes))
         return values

@@ -27,8 +27,9 @@ from torchq.lowering.check import (
     distance,
     norm,
 )
+from torchq.onnx.ir import Node
 from torchq.onnx.passes.convolutions import fit_biases
-from torchq.runtime import Codes, FileRules, Placement, PlanPass, Writer
+from torchq.runtime import Codes, FileRules, LayerBound, Placement, PlanPass, Writer
 from torchq.runtimes.checks import (
     ACTIVATIONS,
     AVG_POOLS,
@@ -43,6 +44,7 @@ from torchq.runtimes.file_engine import EngineModule
 from torchq.runtimes.interface import ReadGraph, Run, Shapes
 from torchq.runtimes.onnx_engine import OnnxEngine, file_of
 from torchq.runtimes.onnxruntime import inspect_onnx
+from torchq.runtimes.qnn.bounds import bound_of
 from torchq.runtimes.qnn.context import write_context
 from torchq.runtimes.qnn.passes import (
     quantize_before_activations,
@@ -69,6 +71,8 @@ CHIPS = {
     "69": ("SM8750", "v79"),
     "87": ("SM8850", "v81, not tried"),
 }
+#: Integer units whose codes are off twice as often.
+_OLD = ("v68", "v69")
 #: Classes of layers whose weight has one scale: the chip wants it where a result stays float.
 _ONE_SCALE = ("torch.nn.modules.activation.MultiheadAttention",)
 _PLACEMENT = Placement(
@@ -136,7 +140,7 @@ class Qnn(OnnxEngine):
     file: FileRules | None = _FILE
     limits: tuple[str, ...] = ("Biases stay float; the provider rounds them to int32.",)
     versions: str = "onnxruntime-qnn 2.7"
-    proved: str = "emulated"
+    proved: str = "per layer, emulated"
     timer: str = "onnxruntime_perf_test -e qnn -i backend_path|libQnnHtp.so {file}"
     packages: tuple[str, ...] = ("onnxruntime", "onnxruntime_qnn", "onnx", "onnx_ir")
     extra: ClassVar[str] = "qnn"
@@ -176,6 +180,21 @@ class Qnn(OnnxEngine):
     def opened(self, path: Path) -> Run | None:
         """See :meth:`torchq.runtimes.Runtime.opened`: None, as inner results change the others."""
         return None
+
+    @property
+    def emulates(self) -> str:
+        """See :attr:`torchq.runtimes.Runtime.emulates`."""
+        return f"{CHIPS[self.soc][0]} (emulated)"
+
+    def emulated(self, path: Path) -> Run:
+        """See :meth:`torchq.runtimes.Runtime.emulated`."""
+        self.check()
+        graph = path.read_bytes()
+        return self.open(lambda: graph, 1)
+
+    def bound(self, quantize: Node) -> LayerBound:
+        """See :meth:`torchq.runtimes.Runtime.bound`, and :data:`torchq.runtimes.qnn.BOUNDS`."""
+        return bound_of(quantize, is_old=CHIPS[self.soc][1] in _OLD)
 
     def _compare_on(
         self, module: EngineModule, task: Task, check: ReferenceCheck
