@@ -19,10 +19,13 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import tempfile
 import time
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +62,7 @@ NETWORKS = [
 ]
 #: Pixels of a side where smaller images make their average pools windows of unequal sizes.
 SIZES = {"torchvision/alexnet": 224, "torchvision/vgg11_bn": 224}
-_KEY = ("network", "soc")
+_KEY = ("network", "soc", "bits", "by")
 _IMAGES = 4
 
 
@@ -110,41 +113,144 @@ def results(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
         return [t for t in tensors_in(call_model(model, (x,))) if t.is_floating_point()]
 
 
-def measure(name: str, soc: str, limit: float) -> dict[str, Any]:
-    """Return the row of a network."""
+def measure(name: str, soc: str, bits: int, by: str, limit: float) -> dict[str, Any]:
+    """Return the row of a network whose activations have so many bits."""
     model, images = network(name)
     torchq.fuse_(model, images[:1], progress=False)
-    simulated = copy.deepcopy(model)
     runtime = Qnn(soc=soc, limit=limit)
-    plan = torchq.quantize_(
-        simulated, target=runtime, example=images[:1], progress=False
-    )
-    torchq.calibrate(simulated, [images], progress=False)
-    share = 0.0 if plan.share is None else round(plan.share.quantized, 4)
-    row: dict[str, Any] = {"network": name, "soc": soc, "share": share}
+    row: dict[str, Any] = {"network": name, "soc": soc, "bits": bits, "by": by}
     began = time.perf_counter()
     try:
-        emulated = torchq.deploy(
-            simulated, images[:1], target=runtime, check=False, progress=False
-        )
-        outcome = [
-            torch.cat(parts) for parts in zip(*_by_image(emulated, images), strict=True)
-        ]
+        figures = MAKERS[by](model, images, runtime, bits)
     except TorchqError as error:
-        return {**row, "whole": False, "reason": str(error)[:500]}
-    row["seconds"] = round(time.perf_counter() - began, 1)
-    expected, exact = results(simulated, images), results(model, images)
+        row |= {"whole": False, "reason": str(error)[:500]}
+    else:
+        seconds = round(time.perf_counter() - began, 1)
+        return {**row, "whole": True, "seconds": seconds, **figures}
+    try:  # with what fell out on the CPU
+        return row | MAKERS[by](model, images, replace(runtime, partly=True), bits)
+    except TorchqError as error:
+        return {**row, "fails": str(error)[:500]}
+
+
+def by_torchq(
+    model: nn.Module, images: torch.Tensor, runtime: Qnn, bits: int
+) -> dict[str, Any]:
+    """Return how near a network is to the simulation and to float, planned for the chip."""
+    simulated = copy.deepcopy(model)
+    config = None if bits == 8 else torchq.recipes.w8a16()
+    plan = torchq.quantize_(
+        simulated, config, target=runtime, example=images[:1], progress=False
+    )
+    torchq.calibrate(simulated, [images], progress=False)
+    outputs: list[list[torch.Tensor]] = []
+
+    def keep(output: Any, batch: Any) -> float:
+        tensors = tensors_in(output)
+        outputs.append([tensor for tensor in tensors if tensor.is_floating_point()])
+        return 0.0
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.onnx")
+        torchq.export_onnx(
+            simulated, images[:1], path, dynamo=False, target=runtime, progress=False
+        )
+        report = torchq.verify_onnx(
+            simulated,
+            path,
+            images.split(1),
+            target=runtime,
+            metric=keep,
+            progress=False,
+        )
+    # What was run in this order: float model, simulation, file on the CPU, emulator.
+    runs = [
+        [torch.cat(part) for part in zip(*outputs[run::4], strict=True)]
+        for run in range(4)
+    ]
+    exact, expected, _, outcome = runs
+    worst = max(
+        (row for row in report.layers if row.allowed),
+        key=lambda row: row.differ / row.elements,
+    )
     return {
-        **row,
-        "whole": True,
+        "share": 0.0 if plan.share is None else round(plan.share.quantized, 4),
         "emulator_to_simulation": decibels(expected, outcome),
         "emulator_to_float": decibels(exact, outcome),
         "simulation_to_float": decibels(exact, expected),
+        "layers": [
+            str(verdict) for verdict in report.verdicts if "emulated" in verdict.what
+        ],
+        "worst": worst.name,
+        "worst_share": round(worst.differ / worst.elements, 4),
+        "worst_steps": max(row.max_diff for row in report.layers if row.allowed),
+        "beyond": [row.why() for row in report.layers if not row.ok][:5],
     }
 
 
-def _by_image(model: nn.Module, images: torch.Tensor) -> list[list[torch.Tensor]]:
-    return [results(model, images[i : i + 1]) for i in range(len(images))]
+class Outputs(nn.Module):
+    """A network that returns its floating-point tensors alone, as a file does."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found = tensors_in(self.network(x))
+        return tuple(tensor for tensor in found if tensor.is_floating_point())
+
+
+class Reader:
+    """Images for the calibration of onnxruntime.quantization, one after the other."""
+
+    def __init__(self, images: torch.Tensor) -> None:
+        self._feeds = iter([{"x": image[None].numpy()} for image in images])
+
+    def get_next(self) -> dict[str, Any] | None:
+        """Return the inputs of the next call."""
+        return next(self._feeds, None)
+
+
+def by_onnxruntime(
+    model: nn.Module, images: torch.Tensor, runtime: Qnn, bits: int
+) -> dict[str, Any]:
+    """Return how near a network is to float by onnxruntime.quantization's recipe for the chip."""
+    tool = import_module("onnxruntime.quantization")
+    recipe = import_module("onnxruntime.quantization.execution_providers.qnn")
+    shapes = import_module("onnxruntime.quantization.shape_inference")
+    kinds = tool.QuantType
+    with tempfile.TemporaryDirectory() as name:
+        plain = Path(name, "plain.onnx")
+        inferred = Path(name, "inferred.onnx")
+        prepared = Path(name, "prepared.onnx")
+        path = Path(name, "quantized.onnx")
+        torch.onnx.export(
+            Outputs(model).eval(),
+            (images[:1],),
+            plain,
+            input_names=["x"],
+            dynamo=False,
+            opset_version=17,
+        )
+        if not recipe.qnn_preprocess_model(plain, prepared):
+            prepared = plain
+        shapes.quant_pre_process(prepared, inferred, skip_symbolic_shape=True)
+        config = recipe.get_qnn_qdq_config(
+            inferred,
+            Reader(images),
+            activation_type=kinds.QUInt8 if bits == 8 else kinds.QUInt16,
+            weight_type=kinds.QInt8,
+            per_channel=True,
+        )
+        tool.quantize(inferred, path, config)
+        run = runtime.open(path.read_bytes, 1)
+        parts = zip(*(run({"x": image[None]}) for image in images), strict=True)
+    outcome = [torch.cat(part) for part in parts]
+    return {"emulator_to_float": decibels(results(model, images), outcome)}
+
+
+#: What made the file -> its measurement.
+MAKERS = {"torchq": by_torchq, "onnxruntime": by_onnxruntime}
 
 
 def print_table(path: Path) -> None:
@@ -199,6 +305,8 @@ def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
     options.add_argument(
         "--limit", type=float, default=200.0, help="seconds of a compile"
     )
+    options.add_argument("--bits", type=int, choices=(8, 16), default=8)
+    options.add_argument("--by", choices=MAKERS, default="torchq")
     options.add_argument("--table", action="store_true", help="print the rows of --out")
     return parse(options, argv)
 
@@ -215,8 +323,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         "qnn_networks", options.out, ("onnxruntime", "onnxruntime-qnn")
     ) as report:
         for name in NETWORKS:
-            if (name, options.soc) not in done and fnmatchcase(name, options.only):
-                report.value(**measure(name, options.soc, options.limit))
+            case = (name, options.soc, options.bits, options.by)
+            if case not in done and fnmatchcase(name, options.only):
+                report.value(**measure(*case, options.limit))
 
 
 if __name__ == "__main__":
