@@ -316,7 +316,8 @@ class _Comparison:
         if not runtime.emulates and not runs_here and runtime != reference_runtime():
             raise ConfigError(
                 f"verify_onnx: got target={runtime.name!r}, which runs no files here; expected a "
-                "runtime with an emulator, as 'qnn', or none: any file runs in ONNX Runtime"
+                "runtime with an emulator. Leave target= out: any file runs in "
+                f"{reference_runtime().name}"
             )
         return bool(runtime.emulates)
 
