@@ -118,6 +118,19 @@ def test_a_graph_of_torch_fx_has_no_function_on_integers() -> None:
     assert [d.rounded_by for d in pools] == [""]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["mean", "conv2d", "linear", "product"])
+def test_an_exported_form_simulates(form: str) -> None:
+    """Also behind a forward without gradients, which has numbers kept."""
+    model, x, _ = calibrated(FORMS[form], "int8")
+    with torch.enable_grad():
+        simulated = model(x).detach()
+    with torch.no_grad():
+        assert not torch.equal(model(x), simulated)
+        exported = torch.export.export(model, (x,), strict=False).module()
+        torch.testing.assert_close(exported(x), simulated, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("shape", [(4, 3, 12, 12), (4, 3, 14, 9), (0, 3, 12, 12)])
 def test_other_shapes_than_the_example_compute_too(shape: tuple[int, ...]) -> None:
     model, _, _ = calibrated(FORMS["function of windows"], "int8")

@@ -413,7 +413,7 @@ def integer_call(
         Values of codes, not clamped to the ends of their type; None where the call is simulated.
     """
     kernel: IntegerKernel | None = holder.integer_kernel
-    if kernel is None:
+    if kernel is None or not are_plain_numbers(operands.input):
         return None
     to = _grid_of_result(holder, kernel, gives_float=operands.gives_float)
     if isinstance(to, _Simulated):
