@@ -510,23 +510,25 @@ def agreement(measured: Measured) -> str:
         if row["engine"] not in ("fp32", "simulation"):
             planned = row["planned_for"] or "any"
             accuracy = f"{100 * row['accuracy']:.2f} %"
+            case = ("network", "recipe", "planned_for", "images", "keep")
             simulated = measured.value(
                 "accuracy",
                 bench="accuracy_deploy",
                 engine="simulation",
-                **{
-                    key: row[key]
-                    for key in ("network", "recipe", "planned_for", "images")
-                },
+                **{key: row[key] for key in case if key in row},
             )
+            recipe = row["recipe"]
+            if row.get("keep"):
+                recipe += ", operators kept"
+            # Older rows do not have it.
+            equal = f"{100 * row['equal']:.2f} %" if "equal" in row else ""
             shares = (
                 f"{100 * simulated:.2f} %",
                 accuracy,
                 f"{100 * row['same_class']:.2f} %",
+                equal,
             )
-            rows.append(
-                (row["network"], row["recipe"], planned, row["engine"], *shares)
-            )
+            rows.append((row["network"], recipe, planned, row["engine"], *shares))
     head = (
         "network",
         "recipe",
@@ -535,36 +537,7 @@ def agreement(measured: Measured) -> str:
         "accuracy simulated",
         "deployed",
     )
-    return markdown((*head, "same class"), rows)
-
-
-def codes(measured: Measured) -> str:
-    """Codes that differ, over three recipes, and images with equal results."""
-    by_network: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
-    for row in measured.all("same_codes"):
-        by_network.setdefault(row["network"], {}).setdefault(row["target"], []).append(
-            row
-        )
-    rows = []
-    for network, runtimes in by_network.items():
-        cells = []
-        for runtime in ("onnxruntime", "openvino"):
-            cases = runtimes[runtime]
-            differ, of = (
-                sum(row[name] for row in cases) for name in ("differ", "codes")
-            )
-            cells += [
-                f"{differ:,} of {of / 1e6:.1f} M",
-                # Older rows have a second figure, of a mode in which all layers added exactly.
-                _percent(min(r.get("equal_exact", r["equal"]) for r in cases)),
-            ]
-        rows.append((network, *cells))
-    heads = (
-        f"{runtime}: {what}"
-        for runtime in ("onnxruntime", "openvino")
-        for what in ("codes", "images")
-    )
-    return markdown(("network", *heads), rows)
+    return markdown((*head, "same class", "equal to the last bit"), rows)
 
 
 def snapdragon(measured: Measured) -> str:
@@ -584,17 +557,25 @@ def snapdragon(measured: Measured) -> str:
     return markdown((*head, "emulator, float", "simulation, float"), rows)
 
 
+#: What tables call the recipes of some programs.
+_RECIPE_NAMES = {"int8": "INT8", "asymmetric": "zero points", "w4a4": "W4A4"}
+
+
 def evaluation(measured: Measured) -> str:
     """Images that evaluation and a default session agree on, and the time over float."""
-    by_network: dict[str, dict[str, Mapping[str, Any]]] = {}
-    for row in measured.all("evaluation"):
-        by_network.setdefault(row["network"], {})[row["recipe"]] = row
-    rows = []
-    for network, recipes in by_network.items():
-        row = recipes["int8"]
-        cells = _percent(row["equal"]), _percent(row["close"]), f"{row['time']:.2f}"
-        rows.append((network, *cells))
-    return markdown(("network", "equal to the last bit", "to 1e-4", "time"), rows)
+    rows = [
+        (
+            row["network"],
+            _RECIPE_NAMES[row["recipe"]],
+            _percent(row["equal"]),
+            _percent(row["close"]),
+            f"{row['time']:.2f}",
+            row["islands"],
+        )
+        for row in measured.all("evaluation")
+    ]
+    head = ("network", "recipe", "equal to the last bit", "to 1e-4", "time", "in float")
+    return markdown(head, rows)
 
 
 def forwards(measured: Measured) -> str:
@@ -633,7 +614,6 @@ TABLES: dict[str, Callable[[Measured], str]] = {
             deploy,
             memory,
             agreement,
-            codes,
             evaluation,
             forwards,
         ),

@@ -40,8 +40,8 @@ SHARE = 1e-5
 #: to a border of two. Measured: 7e-5.
 APPROXIMATE_SHARE = 1e-4
 #: The same behind sums and products of two tensors, whose scales kernels merge. Where two of them
-#: are a simple ratio apart, values lie at ties exactly. Measured, in networks of
-#: benchmarks/same_codes.py as all bounds here: 3e-4.
+#: are a simple ratio apart, values lie at ties exactly. Measured, in the
+#: networks of benchmarks/evaluation.py as all bounds here: 3e-4.
 MERGED_SHARE = 6e-4
 _MERGED = ("Add", "Mul")
 #: The same in OpenVINO, which merges scales of neighbours and multiplies by reciprocals. Where two
