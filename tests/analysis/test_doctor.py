@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -203,6 +204,22 @@ def plant_range_spread() -> tuple[nn.Module, str, str]:
     return model, "head.weight_quantizer", "warning"
 
 
+def ruled_net(times: float) -> nn.Sequential:
+    """Return a net whose second layer reads a channel that is larger than the others."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 1)).eval()
+    with torch.no_grad():
+        net[0].weight[5] *= times
+        net[0].bias[5] *= times
+        net[2].weight[:, 5] /= times  # The float results stay the same.
+    return net
+
+
+def plant_ruling_channel() -> tuple[nn.Module, str, str]:
+    model = simulated(ruled_net(1000.0), image_batches(), correct=False)
+    return model, "2.input_quantizer", "warning"
+
+
 def plant_batchnorm_left() -> tuple[nn.Module, str, str]:
     model = simulated(StagedNet().eval(), image_batches())
     return model, "layer4.downsample.1", "warning"
@@ -255,6 +272,34 @@ def test_healthy_models_have_no_error(name: str) -> None:
     assert report.ok
     assert examined(model, batches, strict=True) == report
     assert examined(model, None).ok
+
+
+def test_what_heals_a_ruling_channel_is_measured() -> None:
+    model, name, _ = plant_ruling_channel()
+    report = examined(model, image_batches(), timed=False)
+    (finding,) = of(report, "ruling_channel")
+    assert finding.name == name
+    assert finding.evidence.startswith("channel 5 is ")
+    figures = re.search(
+        r"outputs are ([\d.]+) dB from float, ([\d.]+) .*, ([\d.]+) with it in float",
+        finding.evidence,
+    )
+    assert figures is not None, finding.evidence
+    now, wide, as_float = map(float, figures.groups())
+    assert wide > now + 5 and as_float > now + 5
+    with_16_bits = torchq.Rule(
+        "2", input=torchq.QuantDescriptor(16), weight=torchq.QuantDescriptor(axis=0)
+    )
+    config = torchq.recipes.int8().with_rules(with_16_bits)
+    healed = simulated(ruled_net(1000.0), image_batches(), config, correct=False)
+    rest = examined(healed, image_batches(), timed=False)
+    assert of(rest, "ruling_channel") == []
+    assert rest.outputs.sqnr == pytest.approx(wide, abs=1.5)  # all batches, not one
+
+
+def test_a_channel_below_the_limit_is_no_finding() -> None:
+    model = simulated(ruled_net(8.0), image_batches(), correct=False)
+    assert of(examined(model, image_batches(), timed=False), "ruling_channel") == []
 
 
 def test_an_addition_that_a_runtime_can_fuse_is_no_finding() -> None:

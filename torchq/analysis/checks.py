@@ -1,6 +1,6 @@
 """What is looked for in a quantized model: one function for each kind of mistake."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -9,7 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from torchq.analysis.detections import detections_in
-from torchq.analysis.layers import channel_axes, passing
+from torchq.analysis.layers import (
+    channel_axes,
+    largest_of_channels,
+    layers_with_weights,
+    passing,
+)
 from torchq.analysis.outputs import Outputs
 from torchq.errors import ConfigError
 from torchq.fusion.modules import is_layer, is_norm
@@ -39,8 +44,13 @@ _APART, _BEYOND = 4.0, 1.5
 _CUT = 8.0
 #: Largest over median channel magnitude from which on one scale costs the median channel 4 bits.
 _SPREAD = 16.0
+#: Largest over median channel of an activation from which on the median has 2 of 127 codes.
+_RULING = 64.0
+#: Channels from which on one of them can be an exception.
+_FEWEST_CHANNELS = 4
 #: Scores of detections, as most detectors count them.
 _DETECTED = 0.25
+BYTE = 8
 #: Values of one call that are kept.
 _KEPT = 8192
 
@@ -106,6 +116,8 @@ class Observation:
     not_finite: set[int] = field(default_factory=set)
     # What the float model gives.
     samples: dict[int, Sample] = field(default_factory=dict)
+    # The largest magnitude of each channel that the float model gives, (channels,).
+    channels: dict[int, Tensor] = field(default_factory=dict)
     # Adding a quantized tensor to one that is neither quantized nor the result of a layer.
     one_sided: list[str] = field(default_factory=list)
     # BatchNorm -> the layer before it.
@@ -113,16 +125,31 @@ class Observation:
     # What the float model detects; None for outputs of another layout.
     detections: int | None = None
 
-    def note(self, quantizer: TensorQuantizer, args: Any, kwargs: Any, _: None) -> None:
-        """Note a call of a quantizer by the float model."""
+    def note(
+        self,
+        quantizer: TensorQuantizer,
+        layer: nn.Module | None,
+        args: Any,
+        kwargs: Any,
+        _: None,
+    ) -> None:
+        """Note a call of a quantizer by the float model; ``layer`` reads it with a weight."""
         self.reached.add(id(quantizer))
         x = args[0].detach()
         scale = quantizer.pre_quant_scale
         if not bool(torch.isfinite(x).all()):
             self.not_finite.add(id(quantizer))
         elif x.numel():
-            sample = self.samples.setdefault(id(quantizer), Sample())
-            sample.add(x if scale is None else x * scale.to(x.dtype))
+            x = x if scale is None else x * scale.to(x.dtype)
+            self.samples.setdefault(id(quantizer), Sample()).add(x)
+            if layer is not None:
+                self._note_channels(quantizer, largest_of_channels(layer, x))
+
+    def _note_channels(self, quantizer: TensorQuantizer, largest: Tensor) -> None:
+        before = self.channels.get(id(quantizer))
+        if before is not None and before.shape == largest.shape:
+            largest = torch.maximum(before, largest)
+        self.channels[id(quantizer)] = largest
 
     def count_detections(self, output: object) -> None:
         """Add what the float model detects in a batch."""
@@ -145,14 +172,15 @@ def observe(
     Who feeds whom is read from one more run of the first batch, with the quantizers as they are.
     """
     observation: Observation | None = None
+    layers = layers_with_weights(model)
     with untouched(model):
         for batch in batches:
             if observation is None:
                 observation = Observation(batch)
                 _follow(model, observation, run)
             notes = [
-                (quantizer, partial(observation.note, quantizer))
-                for quantizer in known.values()
+                (q, partial(observation.note, q, layers.get(id(q))))
+                for q in known.values()
             ]
             with passing(model), watching(notes, before=True):
                 output = run(batch)
@@ -201,12 +229,55 @@ def _maker(flow: Flow, call: Call) -> Call:
     return _maker(flow, flow.calls[call.inputs[0]]) if passes and call.inputs else call
 
 
+#: By how many dB the outputs must come nearer to float for an input to be worth healing.
+_HEALED = 1.0
+_RULED = (
+    "torchq.ptq.equalize_(model, example) before calibration, where a ReLU lies between two "
+    "layers; else 16 bits or float for this input"
+)
+
+
+@dataclass(frozen=True)
+class Healing:
+    """The outputs beside those in float, in dB, with an input as it is, in 16 bits, in float."""
+
+    now: float
+    wide: float
+    as_float: float
+
+    @property
+    def gain(self) -> float:
+        """How many dB the better of both cures gains."""
+        return max(self.wide, self.as_float) - self.now
+
+    def remedy(self, layer: str) -> str:
+        """Return the call that gives the layer of this path what heals it."""
+        if self.gain < _HEALED:
+            return (
+                "nothing: neither 16 bits nor float bring the outputs nearer to float"
+            )
+        if self.wide >= self.as_float - _HEALED:
+            rule = f"Rule({layer!r}, input=QuantDescriptor(num_bits=16), weight=...)"
+            return (
+                f"config.with_rules({rule}) where the target has such codes, else "
+                f"torchq.quantize_(model, config, exclude=[{layer!r}])"
+            )
+        return f"torchq.quantize_(model, config, exclude=[{layer!r}])"
+
+    def __str__(self) -> str:
+        return (
+            f"the outputs are {self.now:.1f} dB from float, {self.wide:.1f} with this input in 16 "
+            f"bits, {self.as_float:.1f} with it in float"
+        )
+
+
 @dataclass(frozen=True)
 class Patient:
     """A model under examination; ``weights`` are ids of quantizers of weights.
 
     ``seen`` is what a run on batches showed, or None without batches. ``outputs`` and ``cures``
-    are those of a model without errors.
+    are those of a model without errors; ``healed`` tells of inputs that one channel rules, by
+    path, what wider codes and float do to the outputs.
     """
 
     model: nn.Module
@@ -215,6 +286,7 @@ class Patient:
     seen: Observation | None
     outputs: Outputs | None = None
     cures: tuple[Cure, ...] = ()
+    healed: Mapping[str, Healing] = field(default_factory=dict)
 
     @property
     def active(self) -> dict[str, TensorQuantizer]:
@@ -578,6 +650,56 @@ def range_spread(patient: Patient) -> Found:
                 "or torchq.ptq.equalize_(model, example) before calibration"
             )
             yield "warning", child_path(path, "weight_quantizer"), evidence, remedy
+
+
+@dataclass(frozen=True)
+class Ruling:
+    """An input with one range, whose largest channel leaves the others few codes.
+
+    Attributes:
+        path: of its quantizer.
+        channel: the largest one.
+        times: its magnitude over the median of the channels that are not 0.
+    """
+
+    path: str
+    channel: int
+    times: float
+
+
+def ruling_channels(patient: Patient) -> list[Ruling]:
+    """Return the inputs of layers that one channel rules, the worst first."""
+    seen = patient.seen
+    rulings = []
+    for path, quantizer, _ in _fixed(patient):
+        d = quantizer.descriptor
+        largest = None if seen is None else seen.channels.get(id(quantizer))
+        if largest is None or not d.format.is_integer or d.format.bits > BYTE:
+            continue
+        if d.axis is not None or len(largest) < _FEWEST_CHANNELS:
+            continue
+        times = spread(largest)
+        if times > _RULING:
+            rulings.append(Ruling(path, int(largest.argmax()), times))
+    return sorted(rulings, key=lambda ruling: -ruling.times)
+
+
+@check("ruling_channel", needs_batches=True)
+def ruling_channel(patient: Patient) -> Found:
+    """Yield inputs of layers whose range one channel rules, with what heals that here."""
+    for ruling in ruling_channels(patient):
+        codes = 2 ** (BYTE - 1) / ruling.times
+        evidence = (
+            f"channel {ruling.channel} is {ruling.times:.0f} times the median one, which has "
+            f"{codes:.1g} of 128 codes"
+        )
+        healing = patient.healed.get(ruling.path)
+        if healing is None:
+            yield "info", ruling.path, evidence, _RULED
+            continue
+        severity: Severity = "warning" if healing.gain >= _HEALED else "info"
+        remedy = healing.remedy(ruling.path.rpartition(".")[0])
+        yield severity, ruling.path, f"{evidence}; {healing}", remedy
 
 
 @check("batchnorm_left", needs_batches=True)

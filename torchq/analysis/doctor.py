@@ -7,33 +7,40 @@ layer in float its speed for ever.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchq.analysis.checks import (
+    BYTE,
     CHECKS,
     SEVERITIES,
     Cure,
     Finding,
+    Healing,
     Observation,
     Patient,
+    Ruling,
     Severity,
     damage,
     exceeded,
     observe,
     range_spread,
+    ruling_channels,
 )
 from torchq.analysis.detections import Detections
-from torchq.analysis.outputs import Outputs, compare_outputs, user_metric
+from torchq.analysis.layers import passing
+from torchq.analysis.outputs import Outputs, Sqnr, compare_outputs, user_metric
 from torchq.analysis.sensitivity import SensitivityReport, sensitivity
 from torchq.errors import ConfigError, QuantizationError
 from torchq.graph import Forward, call_arguments, call_model
 from torchq.nn import QuantModule, TensorQuantizer
+from torchq.nn.tensor_quantizer import Delegate
 from torchq.runtime import runtime_of
 from torchq.runtimes.beside_float import speed_line
 from torchq.swap import plan_of
@@ -44,6 +51,7 @@ from torchq.utils import (
     network_of,
     progress_bar,
     uncompiled,
+    untouched,
     unwrapped,
     wrap,
 )
@@ -56,7 +64,6 @@ _SHOWN = 12  # places of one kind in a printed report
 _BLAMED, _MOST = 3, 0.5
 #: Widths of weights up to which rounding to nearest is what hurts.
 _FEW_BITS = 4
-_BYTE = 8
 
 
 @dataclass(frozen=True)
@@ -188,8 +195,8 @@ def doctor(
     options: dict[str, Any] = {"forward": forward, "progress": progress}
     by_path = known_quantizers(model)
     observation = None
+    run = partial(call_model, model, forward=forward, device=device_of(model))
     if sample_batches is not None:
-        run = partial(call_model, model, forward=forward, device=device_of(model))
         observation = observe(
             model,
             by_path,
@@ -201,6 +208,7 @@ def doctor(
         observation,
         lambda: compare_outputs(model, sample_batches or (), metric, **options),
         lambda: ranking_of(model, sample_batches or (), metric, **options),
+        lambda rulings: healings(model, sample_batches or (), rulings, run),
     )
     if timed and sample_batches and report.ok and forward is None:
         args, kwargs = call_arguments(model, sample_batches[0])
@@ -227,10 +235,14 @@ def examine(
     seen: Observation | None,
     outputs: Callable[[], Outputs],
     ranking: Callable[[], SensitivityReport],
+    heal: Callable[[Sequence[Ruling]], Mapping[str, Healing]],
 ) -> DoctorReport:
-    """Return the report of :func:`doctor`; ``outputs`` and ``ranking`` are called if needed."""
+    """Return the report of :func:`doctor`; the functions are called if they are needed."""
     by_path = known_quantizers(model)
     patient = Patient(model, by_path, weight_quantizers(model), seen)
+    rulings = ruling_channels(patient)
+    if rulings:
+        patient = replace(patient, healed=heal(rulings))
     chosen = [
         kind for kind in CHECKS if seen is not None or not CHECKS[kind].needs_batches
     ]
@@ -259,6 +271,62 @@ def examine(
         cures=patient.cures,
         share="" if share is None else str(share),
     )
+
+
+def healings(
+    model: nn.Module,
+    batches: Sequence[Any],
+    rulings: Sequence[Ruling],
+    run: Callable[[Any], Any],
+) -> dict[str, Healing]:
+    """Measure what 16 bits, and float, for inputs that one channel rules do to the outputs.
+
+    The worst few alone, on the first batch: each takes two runs.
+    """
+    by_path = quantizers(model)
+    with untouched(model):
+        with passing(model):
+            exact = run(batches[0])
+
+        def measured() -> float:
+            sums = Sqnr().sums(run(batches[0]), exact, batches[0])
+            return Sqnr().value(sums)
+
+        now = measured()
+        found: dict[str, Healing] = {}
+        for ruling in rulings[:_BLAMED]:
+            quantizer = by_path[ruling.path]
+            with delegated(quantizer, partial(_with_16_bits, _wider(quantizer))):
+                wide = measured()
+            with delegated(quantizer, _unchanged):
+                found[ruling.path] = Healing(now, wide, measured())
+    return found
+
+
+def _wider(quantizer: TensorQuantizer) -> TensorQuantizer:
+    """Return a quantizer of the same range with codes of 16 bits."""
+    wide = TensorQuantizer(quantizer.descriptor.replace(num_bits=2 * BYTE, amax=None))
+    wide.range = quantizer.range
+    return wide
+
+
+def _with_16_bits(wide: TensorQuantizer, x: Tensor, _: TensorQuantizer) -> Tensor:
+    return wide.apply_own(x)
+
+
+def _unchanged(x: Tensor, _: TensorQuantizer) -> Tensor:
+    return x
+
+
+@contextmanager
+def delegated(quantizer: TensorQuantizer, function: Delegate) -> Iterator[None]:
+    """Let a function quantize in place of a quantizer, inside the ``with`` block."""
+    before = quantizer.delegate
+    quantizer.delegate = function
+    try:
+        yield
+    finally:
+        quantizer.delegate = before
 
 
 def ranking_of(
@@ -381,13 +449,13 @@ def _recalibrate(patient: Patient, rounded: bool) -> Cure | None:
 def _wide_inputs(plan: Plan, layers: Sequence[Decision]) -> Cure | None:
     """Return the cure of chips that compute on integers alone: activations of more bits."""
     runtime = runtime_of(plan.target)
-    bits = _BYTE if runtime is None else runtime.widest_inputs
+    bits = BYTE if runtime is None else runtime.widest_inputs
     widest = max((_bits(d, "input") for d in layers), default=bits)
-    if bits == _BYTE or widest >= bits:
+    if bits == BYTE or widest >= bits:
         return None
     advice = (
         f"{plan.target} takes activations of {bits} bits, which are rounded "
-        f"{2 ** (bits - _BYTE)} times as finely; weights keep their 8 bits."
+        f"{2 ** (bits - BYTE)} times as finely; weights keep their 8 bits."
     )
     code = (
         f"torchq.quantize_(model, torchq.recipes.w8a{bits}(), target={plan.target!r}, "
@@ -431,7 +499,7 @@ def _ends(layers: Sequence[Decision], hurt: set[str]) -> Cure | None:
     narrow = []
     for decision in (*layers[:1], *layers[-1:]):
         bits = min(_bits(decision), _bits(decision, "input"))
-        if bits < _BYTE and set(decision.names) & hurt:
+        if bits < BYTE and set(decision.names) & hurt:
             narrow.append(decision.name or "(root)")
     if not narrow:
         return None
@@ -439,14 +507,14 @@ def _ends(layers: Sequence[Decision], hurt: set[str]) -> Cure | None:
         f"{joined_names(list(dict.fromkeys(narrow)))}: the first and last layer are few and "
         "sensitive, and want 8 bits."
     )
-    return Cure(advice, f"torchq.quantize_(model, config.with_ends({_BYTE}))")
+    return Cure(advice, f"torchq.quantize_(model, config.with_ends({BYTE}))")
 
 
 def _bits(decision: Decision, slot: str = "weight") -> int:
     """Return the width of integer codes; 8 for what has none."""
     descriptor = decision.descriptors.get(slot)
     if descriptor is None or not descriptor.format.is_integer:
-        return _BYTE
+        return BYTE
     return descriptor.format.bits
 
 

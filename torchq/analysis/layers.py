@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
@@ -120,6 +121,26 @@ def channel_axes(module: nn.Module) -> dict[int, tuple[int, ...]]:
                 axis = descriptor.axis
                 axes_by_id[key] = (axis,) if isinstance(axis, int) else axis
     return axes_by_id
+
+
+def layers_with_weights(model: nn.Module) -> dict[int, nn.Module]:
+    """Return the layers that read an input through a quantizer, by the id of that quantizer."""
+    layers: dict[int, nn.Module] = {}
+    for module in model.modules():
+        quantizer = getattr(module, "input_quantizer", None)
+        weight = getattr(module, "weight", None)
+        has_matrix = isinstance(weight, Tensor) and weight.dim() > 1
+        if isinstance(quantizer, TensorQuantizer) and has_matrix:
+            layers.setdefault(id(quantizer), module)
+    return layers
+
+
+def largest_of_channels(layer: nn.Module, x: Tensor) -> Tensor:
+    """Return the largest magnitude of each channel of an input of a layer, (channels,)."""
+    dims = cast(Tensor, layer.weight).dim()
+    # Behind the samples; the last axis for matrices, which may have more axes in front.
+    axis = x.dim() - (1 if dims == 2 else dims - 1)
+    return x.movedim(axis, 0).flatten(1).abs().amax(1)
 
 
 def active_quantizers(model: nn.Module) -> list[TensorQuantizer]:

@@ -14,6 +14,7 @@ from torchq.analysis.doctor import (
     culprits,
     damage_shares,
     examine,
+    healings,
     joined_names,
     ranking_of,
 )
@@ -80,7 +81,13 @@ def collect(
     ranking = ranking_of(model, batches, metric, **options)
     shown = progress_bar(batches, description="values", enabled=progress)
     observation = observe(model, quantizers(model), shown, run)
-    examined = examine(model, observation, lambda: outputs, lambda: ranking)
+    examined = examine(
+        model,
+        observation,
+        lambda: outputs,
+        lambda: ranking,
+        lambda rulings: healings(model, batches, rulings, run),
+    )
     worst = [name or "(root)" for name in culprits(damage_shares(ranking))]
     found_plan, plan_note = _plan(model, batches, plan, options)
     histograms = _histogram_rows(
