@@ -23,7 +23,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from importlib import import_module
 from pathlib import Path
@@ -38,7 +38,9 @@ from benchmarks.harness import Reporter, finished_rows, parse, parser
 from benchmarks.zoo_models import build
 from torchq.errors import TorchqError
 from torchq.graph import call_model, tensors_in
+from torchq.onnx.ir import load_model
 from torchq.runtimes import Qnn
+from torchq.runtimes.interface import Run
 from torchq.utils.text import table
 
 NETWORKS = [
@@ -117,7 +119,7 @@ def measure(name: str, soc: str, bits: int, by: str, limit: float) -> dict[str, 
     """Return the row of a network whose activations have so many bits."""
     model, images = network(name)
     torchq.fuse_(model, images[:1], progress=False)
-    runtime = Qnn(soc=soc, limit=limit)
+    runtime = Kept(soc=soc, limit=limit)
     row: dict[str, Any] = {"network": name, "soc": soc, "bits": bits, "by": by}
     began = time.perf_counter()
     try:
@@ -133,8 +135,21 @@ def measure(name: str, soc: str, bits: int, by: str, limit: float) -> dict[str, 
         return {**row, "fails": str(error)[:500]}
 
 
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Kept(Qnn):
+    """The chip, with the files that were compiled for it."""
+
+    compiled: dict[bytes, Run] = field(default_factory=dict)
+
+    def emulated(self, path: Path) -> Run:
+        graph = path.read_bytes()
+        if graph not in self.compiled:
+            self.compiled[graph] = super().emulated(path)
+        return self.compiled[graph]
+
+
 def by_torchq(
-    model: nn.Module, images: torch.Tensor, runtime: Qnn, bits: int
+    model: nn.Module, images: torch.Tensor, runtime: Kept, bits: int
 ) -> dict[str, Any]:
     """Return how near a network is to the simulation and to float, planned for the chip."""
     simulated = copy.deepcopy(model)
@@ -143,49 +158,36 @@ def by_torchq(
         simulated, config, target=runtime, example=images[:1], progress=False
     )
     torchq.calibrate(simulated, [images], progress=False)
-    outputs: list[list[torch.Tensor]] = []
-
-    def keep(output: Any, batch: Any) -> float:
-        tensors = tensors_in(output)
-        outputs.append([tensor for tensor in tensors if tensor.is_floating_point()])
-        return 0.0
-
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.onnx")
-        torchq.export_onnx(
-            simulated, images[:1], path, dynamo=False, target=runtime, progress=False
-        )
-        report = torchq.verify_onnx(
-            simulated,
-            path,
-            images.split(1),
-            target=runtime,
-            metric=keep,
-            progress=False,
-        )
-    # What was run in this order: float model, simulation, file on the CPU, emulator.
-    runs = [
-        [torch.cat(part) for part in zip(*outputs[run::4], strict=True)]
-        for run in range(4)
-    ]
-    exact, expected, _, outcome = runs
-    worst = max(
-        (row for row in report.layers if row.allowed),
-        key=lambda row: row.differ / row.elements,
-    )
+        options: dict[str, Any] = {"target": runtime, "progress": False}
+        torchq.export_onnx(simulated, images[:1], path, dynamo=False, **options)
+        report = torchq.verify_onnx(simulated, path, [images[:1]], **options)
+        (name,) = (value.name for value in load_model(path).graph.inputs)
+        outcome = by_image(runtime.emulated(path), str(name), images)
+    expected, exact = results(simulated, images), results(model, images)
+    rows = [row for row in report.layers if row.elements and row.allowed]
+    worst = max(rows, key=lambda row: row.differ / row.elements)
+    verdicts = [v for v in report.verdicts if runtime.emulates in v.what]
     return {
         "share": 0.0 if plan.share is None else round(plan.share.quantized, 4),
         "emulator_to_simulation": decibels(expected, outcome),
         "emulator_to_float": decibels(exact, outcome),
         "simulation_to_float": decibels(exact, expected),
-        "layers": [
-            str(verdict) for verdict in report.verdicts if "emulated" in verdict.what
-        ],
+        "agree": [verdict.ok for verdict in verdicts],
+        "reasons": [verdict.reason for verdict in verdicts],
         "worst": worst.name,
         "worst_share": round(worst.differ / worst.elements, 4),
-        "worst_steps": max(row.max_diff for row in report.layers if row.allowed),
-        "beyond": [row.why() for row in report.layers if not row.ok][:5],
+        "most_steps": max(row.max_diff for row in rows),
+        "beyond": [row.why() for row in rows if not row.ok][:5],
     }
+
+
+def by_image(run: Run, name: str, images: torch.Tensor) -> list[torch.Tensor]:
+    """Return the results of a file for all images, of which it takes one."""
+    parts = zip(*(run({name: image}) for image in images.split(1)), strict=True)
+    tensors = [torch.cat(part) for part in parts]
+    return [tensor for tensor in tensors if tensor.is_floating_point()]
 
 
 class Outputs(nn.Module):
@@ -212,7 +214,7 @@ class Reader:
 
 
 def by_onnxruntime(
-    model: nn.Module, images: torch.Tensor, runtime: Qnn, bits: int
+    model: nn.Module, images: torch.Tensor, runtime: Kept, bits: int
 ) -> dict[str, Any]:
     """Return how near a network is to float by onnxruntime.quantization's recipe for the chip."""
     tool = import_module("onnxruntime.quantization")
@@ -243,9 +245,7 @@ def by_onnxruntime(
             per_channel=True,
         )
         tool.quantize(inferred, path, config)
-        run = runtime.open(path.read_bytes, 1)
-        parts = zip(*(run({"x": image[None]}) for image in images), strict=True)
-    outcome = [torch.cat(part) for part in parts]
+        outcome = by_image(runtime.emulated(path), "x", images)
     return {"emulator_to_float": decibels(results(model, images), outcome)}
 
 
