@@ -60,7 +60,8 @@ test-targets:
 		"tests/test_docs.py::test_the_code_runs[docs/platforms.md#ExecuTorch]"
 	$(PYTHON) -m venv .venv-qnn
 	.venv-qnn/bin/pip install -e ".[all,dev,qnn]"
-	.venv-qnn/bin/python -m pytest tests/runtimes/test_qnn.py \
+	.venv-qnn/bin/python -m pytest tests/runtimes/test_qnn.py tests/runtimes/test_qnn_widths.py \
+		tests/onnx/test_dumps.py \
 		"tests/test_docs.py::test_the_code_runs[docs/platforms.md#Qualcomm, emulated here]"
 	$(PYTHON) -m venv .venv-makers
 	.venv-makers/bin/pip install -e ".[all,dev]" nvidia-modelopt brevitas optimum-quanto torchao \

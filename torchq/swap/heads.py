@@ -1,6 +1,7 @@
 """The heads of detectors: what turns their last maps into boxes and scores stays float."""
 
 import math
+from dataclasses import replace
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
@@ -8,7 +9,7 @@ from torch.nn.modules.conv import _ConvNd
 from torchq.graph import Call, Flow, effects_of, operator_named, operator_of
 from torchq.nn import Cat
 from torchq.swap.facts import Facts
-from torchq.swap.plan import Plan
+from torchq.swap.plan import Decision, Plan
 
 #: The dimensions of rows of boxes or scores: batch, positions and numbers.
 _ROWS = 3
@@ -200,3 +201,37 @@ def last_layers_in_float(plan: Plan, facts: Facts) -> Plan:
         "the other last layers; a rule that names it quantizes it"
     )
     return plan.in_float({d.name: reason for d in movable}, BY)
+
+
+#: Widths of the codes of activations: what a rule says, and what the last layers get.
+_BYTE, _WIDE = 8, 16
+
+
+def last_layers_in_16_bits(plan: Plan, facts: Facts) -> Plan:
+    """Let the last bare layers of a detector read and return 16 bits where nothing is float.
+
+    A code of 8 bits is pixels wide where boxes are as large as the image.
+
+    Before: the last layers read and return 8 bits like others. After: they have 16 bits, on a
+    target without float kernels that has such codes. What a rule selects by other means than the
+    type is left alone.
+    """
+    codes = facts.codes
+    if facts.flow is None or facts.computes_floats or codes is None:
+        return plan
+    if _WIDE not in codes.widths:
+        return plan
+    last = bare_last_layers(facts.flow)
+    decisions = (
+        _in_16_bits(d) if d.name in last and d.by.startswith("type:") else d
+        for d in plan.decisions
+    )
+    return replace(plan, decisions=tuple(decisions))
+
+
+def _in_16_bits(decision: Decision) -> Decision:
+    if decision.reason or decision.input is None or decision.input.num_bits != _BYTE:
+        return decision
+    note = "16 bits, as a detector's boxes or scores are its results"
+    form = decision.input.replace(num_bits=_WIDE)
+    return replace(decision, input=form, note=decision.note or note)

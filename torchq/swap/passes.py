@@ -41,6 +41,7 @@ from torchq.swap.heads import (
     BY,
     behind_last_layers,
     heads_in_float,
+    last_layers_in_16_bits,
     last_layers_in_float,
 )
 from torchq.swap.plan import ALREADY, Decision, Plan, canonical_groups
@@ -294,8 +295,16 @@ def _descriptor(plan: Plan, facts: Facts, slot: str) -> QuantDescriptor | None:
         return decision.output.replace(name=None)
     descriptor = facts.descriptors.get(slot)
     if descriptor is None and decision is not None:  # of one tensor of a concatenation
-        return facts.descriptors.get(f"{owner}.input_quantizer")
-    return descriptor
+        descriptor = facts.descriptors.get(f"{owner}.input_quantizer")
+    if descriptor is None or decision is None or decision.input is None:
+        return descriptor
+    # A pass of a target may have given it another width since the run.
+    is_weight = slot in facts.weights or descriptor.num_bits == decision.input.num_bits
+    return (
+        descriptor
+        if is_weight
+        else descriptor.replace(num_bits=decision.input.num_bits)
+    )
 
 
 def _joined(groups: list[list[str]]) -> list[list[str]]:
@@ -743,6 +752,7 @@ BEFORE_TARGET: tuple[PlanPass, ...] = (
     drop_unreached,
     heads_in_float,
     last_layers_in_float,
+    last_layers_in_16_bits,
 )
 BEHIND_TARGET: tuple[PlanPass, ...] = (
     share_ranges,

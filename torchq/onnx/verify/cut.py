@@ -10,9 +10,11 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
+from torchq.functional import QParams
 from torchq.onnx.ir import (
     Model,
     Node,
+    computed_by,
     is_output,
     load_model,
     onnx_ir,
@@ -20,7 +22,7 @@ from torchq.onnx.ir import (
     replace_value,
     save_model,
 )
-from torchq.onnx.qdq import element_type, quantizer_nodes
+from torchq.onnx.qdq import element_type, qparams_of, quantizer_nodes
 from torchq.onnx.verify.exposed import ExposedFile, Ran
 from torchq.runtime import Runtime
 
@@ -34,13 +36,36 @@ _TYPES = {
 
 
 @dataclass(frozen=True)
+class Computed:
+    """What an output of a cut file holds.
+
+    Attributes:
+        name: of the quantizer.
+        wide: the parameters of the codes that it holds, where those of the quantizer are only a
+            conversion of these.
+        qparams: the parameters of the quantizer.
+    """
+
+    name: str
+    wide: QParams | None
+    qparams: QParams
+
+    def codes(self, output: Tensor) -> Tensor:
+        """Return the codes of the quantizer in float32."""
+        if self.wide is None:
+            return output.float()
+        values = self.wide.dequantize(self.wide.centered(output.float()))
+        return self.qparams.codes(self.qparams.scaled(values))
+
+
+@dataclass(frozen=True)
 class _Opened:
     """A file that was cut: its function, and the names of what it takes and returns."""
 
     run: Run
     types: Mapping[str, torch.dtype]
     inputs: tuple[str, ...]
-    computed: tuple[str, ...]
+    computed: tuple[Computed, ...]
 
 
 class CutFile:
@@ -83,7 +108,7 @@ class CutFile:
         available = {**feeds, **codes}
         results = opened.run({name: available[name] for name in opened.inputs})
         computed = zip(opened.computed, results, strict=True)
-        return Ran([], given, {name: codes.float() for name, codes in computed})
+        return Ran([], given, {row.name: row.codes(codes) for row, codes in computed})
 
     def _cut(self, given: Mapping[str, Tensor]) -> _Opened:
         model = load_model(self._path)
@@ -98,20 +123,24 @@ class CutFile:
             return _Opened(self._runtime.emulated(file), types, inputs, tuple(computed))
 
 
-def cut(model: Model, nodes: Mapping[str, Node], ranks: Mapping[str, int]) -> list[str]:
+def cut(
+    model: Model, nodes: Mapping[str, Node], ranks: Mapping[str, int]
+) -> list[Computed]:
     """Let what is behind quantizers read codes from new inputs, and return what is computed.
 
     Before: layer -> QuantizeLinear -> DequantizeLinear -> layer -> QuantizeLinear -> ...
     After: layer -> QuantizeLinear -> output. Input of codes -> DequantizeLinear -> layer -> ...
-    What reads inputs of the file alone has no such output: it is no layer.
+    What reads inputs of the file alone has no such output: it is no layer. Of a layer whose codes
+    are converted to fewer bits, the output is what is converted: a chip may take no graph that ends
+    with a conversion.
 
     Args:
         model: changed in place; its outputs are those of the quantizers.
-        nodes: quantizers of activations by name.
+        nodes: quantizers of activations by name, in order.
         ranks: dimensions of their tensors.
 
     Returns:
-        The names of those with an output, in order.
+        What the outputs hold, in order.
     """
     graph = model.graph
     del graph.outputs[:]
@@ -124,9 +153,20 @@ def cut(model: Model, nodes: Mapping[str, Node], ranks: Mapping[str, int]) -> li
         codes.type = kind
         replace_value(codes, given)
         graph.inputs.append(given)
-        if node.inputs[0].producer() is not None:
+        value = node.inputs[0]
+        if value.producer() is None:
+            continue
+        dequantize = computed_by(value, "DequantizeLinear")
+        converted = dequantize and computed_by(dequantize.inputs[0], "QuantizeLinear")
+        if not converted:
             graph.outputs.append(codes)
-            computed.append(name)
+            computed.append(Computed(name, None, qparams_of(node)))
+            continue
+        wide = converted.outputs[0]
+        wide.type = onnx_ir.TensorType(element_type(converted))
+        if not is_output(wide):
+            graph.outputs.append(wide)
+            computed.append(Computed(name, qparams_of(converted), qparams_of(node)))
     remove_unused(model)
     for value in list(graph.inputs):
         if not value.uses() and not is_output(value):

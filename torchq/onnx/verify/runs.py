@@ -11,9 +11,9 @@ from torchq.graph import map_tensors
 from torchq.onnx.verify.report import Output, RunAgreement, Verdict, add_outputs
 
 #: Whole results may be twice as far from the simulation as that is from the float model, as they
-#: are two roundings of one model; and this far anyway, where both are near: a relative error of
-#: 1e-3.
-_TWICE_DB, _NEAR_DB = 6.02, 60.0
+#: are two roundings of one model. And they may be this far anyway, where both are near: what stays
+#: float on a chip is float16, and a few roundings to its 11 bits are a relative error of 3e-3.
+_TWICE_DB, _NEAR_DB = 6.02, 50.0
 FLOAT, SIMULATION = "float model", "simulation"
 
 Metric = Callable[[Any, Any], Any]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from torchq.onnx.ir import Node, Value, data_type, is_constant, names
+from torchq.onnx.ir import Node, Value, is_constant, names
 from torchq.onnx.qdq import element_type
 from torchq.runtime import LayerBound
 from torchq.runtimes.checks import scales_of
@@ -62,10 +62,8 @@ class Between:
 
     @property
     def bits(self) -> int:
-        """The width of the codes, or of those that they are computed from, the larger."""
-        types = [element_type(self.quantize)]
-        types += [data_type(node.inputs[2]) for node in self.inputs]
-        return max(int(kind.bitwidth) for kind in types)
+        """The width of the codes."""
+        return int(element_type(self.quantize).bitwidth)
 
     def has(self, kinds: Iterable[str]) -> bool:
         """Return True if an operator is of one of these kinds."""

@@ -58,6 +58,7 @@ from torchq.runtimes.qnn.rules import (
     check_wrong_kernels,
 )
 from torchq.runtimes.qnn.session import Session, compiled
+from torchq.runtimes.qnn.widths import give_operators_one_width, give_tensors_one_width
 from torchq.swap.layers import one_weight_scale
 from torchq.swap.passes import quantize_results
 from torchq.utils.optional import import_optional
@@ -83,7 +84,12 @@ _PLACEMENT = Placement(
 )
 _CODES = Codes(stored="unsigned", widths=(8, 16), fitted=True)
 _FILE = FileRules(
-    passes=(fit_biases, quantize_before_moves, quantize_before_activations),
+    passes=(
+        fit_biases,
+        quantize_before_moves,
+        quantize_before_activations,
+        give_operators_one_width,
+    ),
     checks=(
         partial(
             check_unfolded_norms,
@@ -133,6 +139,7 @@ class Qnn(OnnxEngine):
     placement: Placement | None = _PLACEMENT
     adapting: tuple[PlanPass, ...] = (partial(one_weight_scale, _ONE_SCALE),)
     planning: tuple[PlanPass, ...] = (
+        give_tensors_one_width,
         partial(quantize_results, linear=True, returned=True),
     )
     computes_floats: bool = False
