@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchq
@@ -106,6 +107,71 @@ def test_a_form_that_simulates_is_seen(form: str) -> None:
     assert torch.equal((exact / step).round() * step, exact)
     assert not torch.equal((simulated / step).round() * step, simulated)
     torch.testing.assert_close(simulated, exact, rtol=0, atol=0.51 * float(step))
+
+
+def a_bias_by_one(model: Any) -> None:
+    holder = model.weight_call
+    step = holder.input_quantizer.scale * holder.weight_quantizer.scale.flatten()
+    model.bias.data[0] += step[0]
+
+
+def a_weight_in_place(model: Any) -> None:
+    model.weight.data[0, 0, 0, 0] += (
+        4 * model.weight_call.weight_quantizer.scale[0, 0, 0, 0]
+    )
+
+
+def the_last_bit_of_a_scale(model: Any) -> None:
+    quantizer = model.weight_call.weight_quantizer
+    quantizer.amax = quantizer.amax.nextafter(torch.tensor(torch.inf))
+
+
+def the_range_of_the_input(model: Any) -> None:
+    quantizer = model.weight_call.input_quantizer
+    quantizer.range = quantizer.range.map(lambda end: end * 1.01)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        a_bias_by_one,
+        a_weight_in_place,
+        the_last_bit_of_a_scale,
+        the_range_of_the_input,
+    ],
+)
+def test_what_changes_a_call_changes_its_numbers(
+    change: Callable[[Any], None],
+) -> None:
+    """Numbers are kept between calls; the rule of the kernel, from the numbers as they are now."""
+    model, x, _ = calibrated(FORMS["conv2d"], "int8")
+    layer: Any = model.get_submodule("weight_call")
+    reader = layer.integer_kernel.result
+    results: list[Tensor] = []
+    inputs: list[Tensor] = []
+    reader.register_forward_pre_hook(lambda _, args: results.append(args[0]))
+    model.stem.register_forward_hook(lambda _, args, out: inputs.append(out.relu()))
+    with torch.no_grad():
+        model(x)
+        change(model)
+        model(x)
+    before, after = results
+    given = inputs[1]
+    of_input, of_weight = layer.input_quantizer, layer.weight_quantizer
+    step = of_input.scale.reshape(()) * of_weight.scale.flatten()
+    bias = (model.bias.detach() / step).round()
+    codes = of_input.codes(given) - of_input.qparams().zero_point
+    sums = F.conv2d(
+        codes.double(),
+        of_weight.codes(model.weight.detach()).double(),
+        bias.double(),
+        padding=1,
+    )
+    factor = step / reader.scale.reshape(())
+    expected = (sums.float() * factor[:, None, None]).round() * reader.scale.reshape(())
+    assert torch.equal(after, expected.relu())
+    # The last bit of a scale turns no code over here: the factors themselves tell.
+    assert change is the_last_bit_of_a_scale or not torch.equal(before, after)
 
 
 def test_a_graph_of_torch_fx_has_no_function_on_integers() -> None:
