@@ -206,6 +206,23 @@ class WithoutBias(Rows):
         return self.hidden(x.flatten(2).transpose(1, 2)).relu()
 
 
+class StandardizedConv(nn.Conv2d):
+    """A layer of its author, which halves what it returns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = self.weight.mean((1, 2, 3), keepdim=True)
+        return F.conv2d(x, self.weight - mean, self.bias) * 0.5
+
+
+class LayerOfItsOwn(Form):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = StandardizedConv(WIDTH, WIDTH, 3)
+
+    def operator(self, x: Tensor) -> Tensor:
+        return self.layer(x).relu()
+
+
 class Einsum(Form):
     def __init__(self) -> None:
         super().__init__()
@@ -302,6 +319,7 @@ FORMS: dict[str, Case] = {
     "addmm": Case(AddedCall, "weight_call", "QGemm"),
     "tokens without bias": Case(WithoutBias, "hidden", "QLinearMatMul"),
     "windows over the edge": Case(nn.AvgPool2d(4, ceil_mode=True), _POOL, ""),
+    "layer of its own": Case(LayerOfItsOwn, "layer", ""),
     "einsum": Case(Einsum, "weight_call", ""),
     "conv_transpose2d": Case(TransposedCall, "weight_call", ""),
     "transposed layer": Case(TransposedLayer, "up", ""),

@@ -636,7 +636,8 @@ class _Results:
         """Return what quantizes a layer's results; nothing unless all calls run on integers."""
         kernels = self._kernels.get(decision.name, [])
         d, w = decision.input, decision.weight
-        if decision.reason or d is None or not kernels:
+        # A module that makes one call may compute more behind it.
+        if decision.reason or decision.calls or d is None or not kernels:
             return []
         fits = d.num_bits in _UP_TO_A_BYTE and d.granularity == PerTensor()
         of_weight = w is None or (
