@@ -110,6 +110,19 @@ def test_observers_rest_during_an_export(path: Path) -> None:
     assert not model[0].input_quantizer.calibrator.seen
 
 
+@pytest.mark.parametrize("pool", [nn.AvgPool2d, nn.AvgPool3d])
+def test_a_divisor_that_no_file_would_have_is_refused(
+    pool: type[Any], path: Path
+) -> None:
+    """torch's exporters leave it out without a word: the mean would be another number."""
+    x = torch.randn(2, 3, *[4] * int(pool.__name__[-2]))
+    model = nn.Sequential(nn.Linear(4, 4), pool(2, divisor_override=3))
+    model = calibrated(model, x)
+    with pytest.raises(ExportError, match=r"^1: has divisor_override=3; expected none"):
+        torchq.export_onnx(model, x, path, progress=False)
+    assert not path.exists()
+
+
 def test_a_missing_package_names_the_extra(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

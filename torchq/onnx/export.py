@@ -37,6 +37,7 @@ from torchq.onnx.passes import EXPORT_PASSES
 from torchq.onnx.passes.pairs import merge_duplicates
 from torchq.onnx.preflight import (
     check_dtypes,
+    check_pools,
     check_quantizers,
     choose_exporter,
     default_opset,
@@ -201,6 +202,7 @@ def export_onnx(
     active = check_quantizers(model, version, runtime)
     warn_of_own_grid(model, active, runtime)
     check_norms("export_onnx", model)
+    check_pools(model)
     warn_of_changed_weights("export_onnx", model)
     names = (input_names, output_names)
     batches = (True, False) if dynamic_batch and not fixes_batch(model) else (False,)
