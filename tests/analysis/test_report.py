@@ -18,6 +18,7 @@ import torchq
 from tests.models import simulated
 from torchq.analysis import Report, SensitivityReport, SensitivityRow
 from torchq.analysis.doctor import culprits, damage_shares
+from torchq.analysis.layers import line_with
 from torchq.errors import ConfigError
 
 pytest.importorskip("jinja2")
@@ -76,11 +77,46 @@ def test_the_verdict_names_the_culprit_and_the_call() -> None:
         "Most of the damage at the output comes from middle ("
     )
     exclusion = found["advice"][-2]
-    assert exclusion["code"].endswith("exclude=['middle'])")
+    assert "select_quantizers(model, ['middle'])" in exclusion["code"]
     rows = usual().data["layers"]
     assert sum(row["damage"] for row in rows) == pytest.approx(1, rel=1e-3)
     share = next(row["damage"] for row in rows if row["name"] == "middle")
     assert f"takes away {share:.0%} of the damage" in exclusion["text"]
+
+
+def test_the_lines_of_a_page_can_be_pasted() -> None:
+    """They were for a float model, and quantize_ refused the model of the page."""
+    model, batches = planted()
+    inputs = [x for x, _ in batches]
+    names = {"torchq": torchq, "model": model, "batches": inputs}
+    exclusion = usual().data["verdict"]["advice"][-2]
+    before = usual().data["outputs"]["agreement"]
+    exec(exclusion["code"], names)
+    after = torchq.report(model, inputs, progress=False, plan=False).data["outputs"]
+    assert after["agreement"] > before
+    names["config"] = torchq.recipes.int8()
+    exec(line_with("config, exclude=['unused']"), names)
+    again = torchq.report(model, inputs, progress=False, plan=False).data["outputs"]
+    assert again["agreement"] > before
+
+
+def test_the_head_says_the_target_with_time_and_size_beside_float() -> None:
+    pytest.importorskip("onnxruntime")
+    torch.manual_seed(8)
+    model = Classifier().eval()
+    del model.unused
+    batches = [torch.randn(64, 16) for _ in range(2)]
+    simulated(model, batches, target="onnxruntime", example=batches[0])
+    report = torchq.report(model, batches, progress=False, plan=False)
+    speed = report.data["speed"]
+    assert speed["gain"] == pytest.approx(speed["float_ms"] / speed["ms"], rel=1e-3)
+    line = str(report).splitlines()[2]
+    assert line.startswith(f"for onnxruntime: {speed['ms']:.3g} ms, float ")
+    assert f"{speed['bytes'] / 1e6:.3g} MB" in line
+    head = report.to_html().partition("<h1>")[0].rpartition('<p class="over">')[2]
+    assert "measured on 128 inputs, for onnxruntime, " in head
+    assert "for no target" in str(usual())
+    assert usual().data["speed"] is None
 
 
 def test_a_good_model_needs_nothing() -> None:
@@ -200,7 +236,7 @@ def test_forms(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "a.json").read_text()) == report.data
     text = (tmp_path / "a.txt").read_text()
     assert "1     middle" in text
-    assert "exclude=['middle'])" in text
+    assert "select_quantizers(model, ['middle'])" in text
     page = (tmp_path / "a.html").read_text()
     assert page.count("<html") == 1
     with pytest.raises(ConfigError, match=r"got suffix '\.pdf'; expected \.html"):
@@ -341,6 +377,12 @@ def test_the_page_fits_its_window(browser: Any, tmp_path: Path, width: int) -> N
     page = opened(browser, many_layers(500), tmp_path, width)
     assert page.evaluate("document.documentElement.scrollWidth") == width
     assert page.locator(".layers tbody tr").count() == 500
+    (room, needed) = page.locator(".layers").first.evaluate(
+        "t => [t.closest('.scroll').clientWidth, t.scrollWidth]"
+    )
+    assert needed <= room  # No column is cut; on a phone those that say most are shown.
+    columns = page.locator(".layers thead th:visible").count()
+    assert columns == (5 if width == 390 else 13)
     page.close()
 
 

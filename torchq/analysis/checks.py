@@ -13,6 +13,8 @@ from torchq.analysis.layers import (
     channel_axes,
     largest_of_channels,
     layers_with_weights,
+    line_with,
+    lines_without,
     passing,
 )
 from torchq.analysis.outputs import Outputs
@@ -344,7 +346,7 @@ def unseen(patient: Patient) -> Found:
         severity: Severity = (
             "warning" if has_static_range or quantizer.descriptor.dynamic else "error"
         )
-        remedy = f"torchq.quantize_(model, config, exclude=[{owner!r}]), or batches that reach it"
+        remedy = f"{lines_without([owner])}  # or batches that reach it"
         yield (
             severity,
             path,
@@ -574,7 +576,7 @@ def functional_call(patient: Patient) -> Found:
         weights += sorted(parameters[source] for source in calls.sources)
         if weights:
             evidence += f" ({', '.join(dict.fromkeys(weights))})"
-        remedy = "torchq.quantize_(model, config, example=example)"
+        remedy = line_with("config, example=batches[0]")
         if products or calls.obstacle:
             remedy = "let a layer of its own make the call, such as torch.nn.Linear"
         yield "warning", names[key], evidence, remedy
@@ -592,7 +594,8 @@ def one_sided_add(patient: Patient) -> Found:
         evidence = (
             "adds a quantized operand to one that is not, so the addition runs in float"
         )
-        remedy = "torchq.quantize_(model, config, target=..., example=example), or quantize both"
+        again = line_with("config, target=..., example=batches[0]")
+        remedy = f"{again}  # or quantize both"
         yield "warning", path, evidence, remedy
 
 

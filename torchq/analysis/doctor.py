@@ -34,7 +34,7 @@ from torchq.analysis.checks import (
     ruling_channels,
 )
 from torchq.analysis.detections import Detections
-from torchq.analysis.layers import passing
+from torchq.analysis.layers import line_with, lines_without, passing
 from torchq.analysis.outputs import Outputs, Sqnr, compare_outputs, user_metric
 from torchq.analysis.sensitivity import SensitivityReport, sensitivity
 from torchq.errors import ConfigError, QuantizationError
@@ -407,9 +407,7 @@ def cures(patient: Patient, shares: dict[str, float]) -> list[Cure]:
             f"Leave {joined_names(blamed)} in float, which takes away {share:.0%} of the "
             "damage."
         )
-        candidates.append(
-            Cure(advice, f"torchq.quantize_(model, config, exclude={blamed!r})")
-        )
+        candidates.append(Cure(advice, lines_without(blamed)))
     return [cure for cure in candidates if cure is not None]
 
 
@@ -457,10 +455,8 @@ def _wide_inputs(plan: Plan, layers: Sequence[Decision]) -> Cure | None:
         f"{plan.target} takes activations of {bits} bits, which are rounded "
         f"{2 ** (bits - BYTE)} times as finely; weights keep their 8 bits."
     )
-    code = (
-        f"torchq.quantize_(model, torchq.recipes.w8a{bits}(), target={plan.target!r}, "
-        "example=example)"
-    )
+    recipe = f"torchq.recipes.w8a{bits}()"
+    code = line_with(f"{recipe}, target={plan.target!r}, example=batches[0]")
     return Cure(advice, code)
 
 
@@ -485,7 +481,7 @@ def _grid(patient: Patient, plan: Plan, names: set[str]) -> Cure | None:
         f"{few} inputs without negative values have signed codes, of which half are wasted: a "
         "target chooses the codes for the values, where it has such codes."
     )
-    return Cure(advice, "torchq.quantize_(model, config, target=..., example=example)")
+    return Cure(advice, line_with("config, target=..., example=batches[0]"))
 
 
 def _has_signed_codes(quantizer: TensorQuantizer) -> bool:
@@ -507,7 +503,7 @@ def _ends(layers: Sequence[Decision], hurt: set[str]) -> Cure | None:
         f"{joined_names(list(dict.fromkeys(narrow)))}: the first and last layer are few and "
         "sensitive, and want 8 bits."
     )
-    return Cure(advice, f"torchq.quantize_(model, config.with_ends({BYTE}))")
+    return Cure(advice, line_with(f"config.with_ends({BYTE})"))
 
 
 def _bits(decision: Decision, slot: str = "weight") -> int:

@@ -1,6 +1,6 @@
 """The quantized layers of a model: what is compared, switched on and off, and named in reports."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import cast
@@ -172,3 +172,19 @@ def passing(model: nn.Module) -> Iterator[None]:
     finally:
         for quantizer, delegate in before:
             quantizer.delegate = delegate
+
+
+def lines_without(names: Iterable[str]) -> str:
+    """Return the lines that leave layers of a quantized ``model`` in float; they can be pasted.
+
+    The others are calibrated anew, as results were corrected for the errors of these layers.
+    """
+    chosen = f"torchq.workflow.select_quantizers(model, {list(names)!r})"
+    calibrate = "torchq.calibrate(model, batches, force=True)"
+    return f"for q in {chosen}.values(): q.quantizing = False\n{calibrate}"
+
+
+def line_with(arguments: str) -> str:
+    """Return the line that quantizes a quantized ``model`` anew, with other arguments."""
+    quantize = f"torchq.quantize_(model, {arguments})"
+    return f"torchq.restore_(model); {quantize}; torchq.calibrate(model, batches)"

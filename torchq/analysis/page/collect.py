@@ -23,6 +23,7 @@ from torchq.analysis.layers import (
     QuantizedLayer,
     active_quantizers,
     channel_axes,
+    lines_without,
     quantized_layers,
 )
 from torchq.analysis.mixed_precision import (
@@ -40,10 +41,13 @@ from torchq.analysis.outputs import (
 )
 from torchq.analysis.sensitivity import SensitivityReport
 from torchq.calib import Calibrator
-from torchq.errors import CalibrationError, ConfigError
+from torchq.errors import CalibrationError, ConfigError, TorchqError
 from torchq.formats import PerTensor
-from torchq.graph import Forward, call_model
+from torchq.graph import Forward, call_arguments, call_model
 from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
+from torchq.runtime import planned_runtime, planned_target
+from torchq.runtimes.beside_float import speed
+from torchq.runtimes.timing import can_be_timed
 from torchq.utils import device_of, network_of, progress_bar, untouched, unwrapped
 from torchq.version import __version__
 from torchq.workflow import quantizers
@@ -68,6 +72,7 @@ def collect(
     metric: object,
     plan: MixedPrecision | bool,
     forward: Forward | None,
+    timed: bool,
     progress: bool,
 ) -> dict[str, Any]:
     """Measure everything that a report shows; None in the data stands for what is not finite."""
@@ -101,6 +106,10 @@ def collect(
         "inputs": sum(map(batch_size, batches)),
         "outputs": vars(outputs),
         "verdict": verdict(outputs, errors, ranking, examined),
+        "share": examined.share,
+        **_on_target(
+            model, batches[0], timed=timed and examined.ok and forward is None
+        ),
         "ranking": {"metric": ranking.metric, "unit": ranking.unit, "worst": worst},
         "layers": _layer_rows(
             layers, errors, ranking, _facts(model, layers, batches[0], run)
@@ -113,6 +122,32 @@ def collect(
         "plan_note": plan_note,
     }
     return dict(plain(data, digits=5))
+
+
+def _on_target(model: nn.Module, batch: object, *, timed: bool) -> dict[str, Any]:
+    """Return the runtime of a model, and how fast and large it is there beside float.
+
+    ``speed`` is None where the model was not timed, and ``speed_note`` says why.
+    """
+    facts = {"target": planned_target(model) or "", "speed": None, "speed_note": ""}
+    if not timed or not can_be_timed(planned_runtime(model)):
+        return facts
+    args, kwargs = call_arguments(model, batch)
+    try:
+        measured = speed(model, kwargs or args)
+    except TorchqError as error:
+        return {**facts, "speed_note": f"not timed: {error}"}
+    (float_bytes, quantized_bytes) = measured.bytes
+    row = {
+        "ms": measured.quantized.median * 1e3,
+        "float_ms": measured.in_float.median * 1e3,
+        "gain": measured.gain,
+        "is_faster": measured.is_faster,
+        "bytes": quantized_bytes,
+        "float_bytes": float_bytes,
+        "call": measured.call,
+    }
+    return {**facts, "speed": row}
 
 
 def _facts(
@@ -408,8 +443,7 @@ def _advice(
                 f"To come closer still, leave {joined_names(names)} in float: {share:.0%} of "
                 "the little damage is done there."
             )
-            code = f"torchq.quantize_(model, config, exclude={names!r})"
-            steps.append({"text": step, "code": code})
+            steps.append({"text": step, "code": lines_without(names)})
         return steps
     if not examined.ok:
         return steps

@@ -2,6 +2,7 @@
 
 import json
 import os
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -116,11 +117,12 @@ def _text(data: dict[str, Any]) -> str:
     lines = [
         f"{data.get('label') or data['model']}: {verdict['sentence']}",
         verdict["blame"],
+        _target_text(data),
     ]
     for number, advice in enumerate(verdict["advice"], 1):
         lines.append(f"{number}. {advice['text']}")
         if advice["code"]:
-            lines.append(f"   {advice['code']}")
+            lines.append(textwrap.indent(advice["code"], "   "))
     rows = [
         ("rank", "layer", "damage", "local SQNR", "SQNR", "clipped", "bits", "bytes")
     ]
@@ -150,6 +152,19 @@ def _text(data: dict[str, Any]) -> str:
     return "\n".join(line for line in lines if line)
 
 
+def _target_text(data: dict[str, Any]) -> str:
+    """Return what runs the model, and its time and size beside float."""
+    speed = data["speed"]
+    if speed is None:
+        note = f"; {data['speed_note']}" if data["speed_note"] else ""
+        return f"for {data['target']}{note}" if data["target"] else "for no target"
+    megabytes, float_megabytes = speed["bytes"] / 1e6, speed["float_bytes"] / 1e6
+    return (
+        f"for {data['target']}: {speed['ms']:.3g} ms, float {speed['float_ms']:.3g} ms; "
+        f"{megabytes:.3g} MB, float {float_megabytes:.3g} MB; {speed['call']}"
+    )
+
+
 def _ratio(value: float | None) -> str:
     return "" if value is None else decibel_text(value)
 
@@ -164,6 +179,7 @@ def report(
     plan: MixedPrecision | bool = True,
     forward: Forward | None = None,
     num_batches: int | None = None,
+    timed: bool = True,
     progress: bool = True,
 ) -> Report:
     """Measure everything about a quantized model, and write it on one page.
@@ -183,6 +199,8 @@ def report(
         plan: a result of :func:`torchq.mixed_precision` to show; True makes one, False does not.
         forward: called as ``forward(model, batch)`` instead of the model itself.
         num_batches: the number of batches to stop after; None reads all of them.
+        timed: time a model for a runtime that is here beside the float model, and measure the files
+            of both, which takes an export of each.
         progress: show bars.
 
     Returns:
@@ -204,7 +222,8 @@ def report(
     """
     sample_batches = _checked("report", batches, num_batches, path, metric)
     return _saved(
-        Report(collect(model, sample_batches, metric, plan, forward, progress)), path
+        Report(collect(model, sample_batches, metric, plan, forward, timed, progress)),
+        path,
     )
 
 
@@ -219,6 +238,7 @@ def compare(
     labels: tuple[str, str] = ("A", "B"),
     forward: Forward | None = None,
     num_batches: int | None = None,
+    timed: bool = True,
     progress: bool = True,
 ) -> Report:
     """Put two quantized models side by side: two recipes, or two checkpoints.
@@ -232,6 +252,8 @@ def compare(
         labels: what the two are called.
         forward: called as ``forward(model, batch)`` instead of the model itself.
         num_batches: the number of batches to stop after; None reads all of them.
+        timed: time a model for a runtime that is here beside the float model, and measure the files
+            of both, which takes an export of each.
         progress: show bars.
 
     Returns:
@@ -255,7 +277,7 @@ def compare(
     sample_batches = _checked("compare", batches, num_batches, path, metric)
     reports = [
         {
-            **collect(model, sample_batches, metric, False, forward, progress),
+            **collect(model, sample_batches, metric, False, forward, timed, progress),
             "label": label,
         }
         for model, label in zip((a, b), labels, strict=True)
