@@ -119,3 +119,43 @@ def test_operators_are_places_in_the_source() -> None:
     ):
         route_(block, {"matmul": "quant_matmul"}, sites)
     assert type(block) is Attention
+
+
+class Wrapped(nn.Module):
+    """A convolution and what is done to its result, as Ultralytics writes it."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation(self.norm(self.conv(x)))
+
+
+class Beside(nn.Module):
+    """The input, and what a module makes of it, added."""
+
+    def __init__(self, branch: nn.Module) -> None:
+        super().__init__()
+        self.branch = branch
+        self.last = nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x + self.branch(x))
+
+
+@pytest.mark.parametrize(
+    ("activation", "mode"), [(nn.Identity(), "off"), (nn.SiLU(), "quantize")]
+)
+def test_a_layer_inside_a_module_of_the_user_is_added_in_one_kernel(
+    activation: nn.Module, mode: str
+) -> None:
+    """OpenVINO did not round the result of such a convolution, which the file quantized."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 8, 6, 6)
+    model = Beside(nn.Sequential(Wrapped(nn.ReLU()), Wrapped(activation))).eval()
+    torchq.quantize_(model, target="openvino", example=x, progress=False)
+    assert model.quant_add.other_quantizer.mode == mode
+    assert model.quant_add.input_quantizer.mode == "quantize"

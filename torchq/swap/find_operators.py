@@ -341,7 +341,7 @@ def _main_operand(module: nn.Module, node: fx.Node, kind: str) -> int | None:
 
 
 def _ends_linear(module: nn.Module, node: fx.Node) -> bool:
-    """Return True for the call of a layer without activation, or of a Sequential ending in one."""
+    """Return True for the call of a layer without activation, or of a module that returns one's."""
     if node.op != "call_module":
         return False
     called = module.get_submodule(str(node.target))
@@ -352,7 +352,20 @@ def _ends_linear(module: nn.Module, node: fx.Node) -> bool:
         called = parts[-1]
     if _does_nothing(called) and node.all_input_nodes:
         return _ends_linear(module, node.all_input_nodes[0])
-    return isinstance(called, _LINEAR)
+    return isinstance(called, _LINEAR) or _returns_linear(called)
+
+
+def _returns_linear(module: nn.Module) -> bool:
+    """Return True for a module of the user that returns the result of a layer as it is."""
+    if not _is_of_the_user(module) or not any(module.children()):
+        return False
+    try:
+        graph = trace_forward(module, training=False)
+    except Exception:  # whatever the model's code raises on a Proxy
+        return False
+    (output,) = graph.find_nodes(op="output")
+    result = output.args[0]
+    return isinstance(result, fx.Node) and _ends_linear(module, result)
 
 
 def _does_nothing(module: nn.Module) -> bool:
