@@ -416,6 +416,10 @@ def test_what_is_compared_runs_the_kernels_of_a_session_of_the_users(
     report = torchq.verify_onnx(model, path, [x], progress=False)
     assert report.ok, report.table()
     assert [verdict.ok for verdict in report.verdicts] == [True, True, True]
+    # What ONNX Runtime would make of it is no fault, and nothing is advised for it.
+    inspected = str(torchq.inspect_onnx(path))
+    assert "a file for openvino; in ONNX Runtime " in inspected
+    assert "target='onnxruntime'" not in inspected
 
 
 def damaged_copy(path: Path, quantizer: str) -> Path:

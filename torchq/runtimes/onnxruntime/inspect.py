@@ -35,6 +35,7 @@ from torchq.runtimes.onnxruntime.rules import IN_FLOAT, IN_FLOAT_FOR_NORMS
 from torchq.runtimes.onnxruntime.session import Session
 from torchq.utils.text import table, wrap
 
+_THIS = "onnxruntime"
 #: Operators that compute on integers in ONNX Runtime, beside all that start with "QLinear".
 _INTEGER = names(
     "MatMulIntegerToFloat DynamicQuantizeMatMul MatMulInteger ConvInteger QGemm MatMulNBits "
@@ -97,6 +98,7 @@ class InspectReport:
         norms: Names of quantized layers in float, as a BatchNorm behind them is not folded.
         coverage: How much of the file as it is written reads integers.
         size: Bytes of the file's tensors, and those of the same tensors in float32.
+        target: The runtime that the file is for, where it says one.
     """
 
     path: str
@@ -106,6 +108,12 @@ class InspectReport:
     norms: tuple[str, ...] = ()
     coverage: Coverage | None = None
     size: tuple[int, int] = (0, 0)
+    target: str = ""
+
+    @property
+    def is_for_another(self) -> bool:
+        """True for a file for another runtime, which runs other nodes on integers."""
+        return self.target not in ("", _THIS)
 
     @property
     def integer(self) -> tuple[NodePlacement, ...]:
@@ -123,10 +131,11 @@ class InspectReport:
             ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
             or "none"
         )
-        lines = [
-            f"{self.path}: {len(self.integer)} of {len(self.nodes)} computing nodes run on "
-            f"integers: {done}"
-        ]
+        counts = f"{len(self.integer)} of {len(self.nodes)} computing nodes"
+        verdict = f"{counts} run on integers: {done}"
+        if self.is_for_another:
+            verdict = f"a file for {self.target}; in ONNX Runtime {verdict}"
+        lines = [f"{self.path}: {verdict}"]
         stored, as_float = self.size
         if self.coverage is not None and as_float:
             lines.append(
@@ -146,7 +155,7 @@ class InspectReport:
                 "use torchq.recipes.int8(reduce_range=True)"
             )
         paragraphs = [wrap(line) for line in lines]
-        if self.fallbacks and self.integer:
+        if self.fallbacks and self.integer and not self.is_for_another:
             paragraphs.append(self._kinds())
         return "\n".join(paragraphs)
 
@@ -204,13 +213,14 @@ def inspect_onnx(path: str | os.PathLike[str]) -> InspectReport:
             for node in nodes_of(model, *_WEIGHTS)
             if _is_wide(node.inputs[_WEIGHTS[node.op_type]])
         )
-        is_for_this = read_record(written).get("target") == "onnxruntime"
+        target = str(read_record(written).get("target") or "")
+        is_for_this = target == _THIS
         placements = tuple(_placements(model, _PLACE_MORE if is_for_this else _PLACE))
         norms = tuple(layers_in_front_of_norms(written, IN_FLOAT_FOR_NORMS))
         coverage = Coverage.of(written)
         size = (stored_size(written), float_size(written))
     return InspectReport(
-        os.fspath(path), placements, counts, wide, norms, coverage, size
+        os.fspath(path), placements, counts, wide, norms, coverage, size, target
     )
 
 
