@@ -66,7 +66,13 @@ def main() -> None:
     if options.train:
         model = YOLO(options.model)
         model.add_callback("on_pretrain_routine_end", quantize_at_start)
-        model.train(data=options.train, epochs=1, imgsz=options.size, lr0=1e-3)
+        model.train(
+            data=options.train,
+            epochs=1,
+            imgsz=options.size,
+            optimizer="SGD",  # "auto" takes another rate than lr0
+            lr0=1e-3,
+        )
 
 
 if __name__ == "__main__":

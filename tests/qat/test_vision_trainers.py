@@ -75,7 +75,9 @@ def test_the_trainer_of_ultralytics(
     ultralytics = pytest.importorskip(
         "ultralytics", reason="the test is about ultralytics"
     )
-    model = recipe("def quantize(trainer)", YOLO=ultralytics.YOLO)["model"]
+    model = ultralytics.YOLO("yolov8n.yaml")
+    quantize = recipe("def quantize(trainer)")["quantize"]
+    model.add_callback("on_pretrain_routine_end", quantize)
     started: list[dict[str, torch.Tensor]] = []
     model.add_callback(
         "on_train_start",
