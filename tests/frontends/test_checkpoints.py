@@ -174,7 +174,7 @@ def test_adopted_networks_compute_the_makers_codes(
 
 def codes_differ(model: nn.Module, other: nn.Module, x: Tensor) -> int:
     """Return how many codes differ between quantizers of ModelOpt and ours on the same tensors."""
-    differ = []
+    differ: dict[str, int] = {}
     seen = 0
 
     def compare(name: str) -> Any:
@@ -182,9 +182,8 @@ def codes_differ(model: nn.Module, other: nn.Module, x: Tensor) -> int:
 
         def hook(module: nn.Module, args: tuple[Tensor], out: Tensor) -> None:
             with torch.no_grad():
-                differ.append(
-                    int(((ours(args[0]) - out).abs() > 0.5 * ours.scale).sum())
-                )
+                count = int(((ours(args[0]) - out).abs() > 0.5 * ours.scale).sum())
+                differ[name] = differ.get(name, 0) + count
 
         return hook
 
@@ -200,7 +199,7 @@ def codes_differ(model: nn.Module, other: nn.Module, x: Tensor) -> int:
     for handle in handles:
         handle.remove()
     assert len(differ) == seen > 0
-    return sum(differ)
+    return sum(differ.values())
 
 
 # --- without the makers' packages ---------------------------------------------------------------

@@ -1,0 +1,82 @@
+"""A net that ``train(quantize=8)`` of Ultralytics made: from its maker's doors to other runtimes.
+
+ModelOpt quantizes it while Ultralytics trains, and its exporter writes files for TensorRT and ONNX
+alone. torchq takes the model by ``adopt_``, or that ONNX file by ``from_onnx``.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchq
+from tests.frontends.test_checkpoints import codes_differ
+from tests.roads.detectors import Trained
+from tests.roads.end import ROAD
+from torchq.graph import tensors_in
+from torchq.runtime import open_session
+
+pytestmark = ROAD
+
+Door = Callable[[Any, Trained, Path], nn.Module]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(yolo: Any, detector: Trained) -> Path:
+    """Return what an epoch of Ultralytics with ModelOpt made of a trained detector."""
+    pytest.importorskip("modelopt.torch.quantization", reason="ModelOpt quantizes it")
+    model = yolo(detector.checkpoint)
+    detector.train(model, epochs=1, lr0=1e-3, quantize=8)
+    return Path(model.trainer.last)
+
+
+def by_adopting(yolo: Any, detector: Trained, checkpoint: Path) -> nn.Module:
+    theirs = yolo(checkpoint).model.float().eval()
+    network = yolo(detector.checkpoint).model.float().eval()
+    torchq.adopt_(network, theirs)
+    # Theirs multiplies by the reciprocal of a scale, which breaks ties: in a checkpoint of half
+    # precision one in 7,000 of the three million weights lies at one.
+    images = detector.images()[:1]
+    assert codes_differ(network, theirs, images) < 600
+    torchq.fuse_(network, images, progress=False)
+    return network
+
+
+def by_file(yolo: Any, detector: Trained, checkpoint: Path) -> nn.Module:
+    written = yolo(checkpoint).export(format="onnx", imgsz=64, simplify=False)
+    network = torchq.from_onnx(written).eval()
+    images = detector.images()[:1]
+    (expected,) = open_session(written, optimize=False).run({"images": images})
+    with torch.no_grad():
+        found = next(tensors_in(network(images)))
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-3)
+    return network
+
+
+@pytest.mark.eight_bit_products("openvino")
+@pytest.mark.parametrize("target", ["openvino", "onnxruntime"])
+@pytest.mark.parametrize("door", [by_adopting, by_file])
+def test_its_codes_run_in_another_runtime(
+    door: Door,
+    target: str,
+    yolo: Any,
+    detector: Trained,
+    checkpoint: Path,
+    tmp_path: Path,
+) -> None:
+    network = door(yolo, detector, checkpoint)
+    images = detector.images()[:1]
+    path = tmp_path / "net.onnx"
+    written = torchq.export_onnx(
+        network, images, path, target=target, dynamo=False, progress=False
+    )
+    report = torchq.verify_onnx(network, path, [images], progress=False)
+    print(f"\nUltralytics train(quantize=8), {door.__name__}, {target}: {report}")
+    assert report.ok, report
+    assert written.coverage.share is not None and written.coverage.share > 0.9
+    if target == "onnxruntime":
+        # ModelOpt quantizes no results, without which ONNX Runtime computes in float; as is said.
+        assert any("runs in float" in warning for warning in written.warnings)
