@@ -9,7 +9,7 @@ from torch import nn
 
 import torchq
 import torchq.hugging_face
-from torchq.hugging_face import _Config, _Quantizer
+from torchq.hugging_face.door import _Config, _Quantizer
 
 
 @pytest.mark.parametrize(

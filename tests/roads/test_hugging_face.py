@@ -10,6 +10,7 @@ import torch.nn.functional as F
 import torchq
 import torchq.hugging_face
 from tests.roads.end import ROAD, arrives
+from torchq.lowering.kernel import saturates
 
 pytestmark = ROAD
 transformers = pytest.importorskip("transformers", reason="the road is Hugging Face's")
@@ -121,3 +122,163 @@ def test_its_own_door(build: Any, tmp_path: Path) -> None:
         loss,
         within=0.02,
     )
+
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
+PICTURES = {"pixel_values": torch.rand(2, 3, 32, 32)}
+WORDS = {
+    "input_ids": torch.arange(24).view(2, 12),
+    "attention_mask": torch.ones(2, 12, dtype=torch.long).index_fill_(
+        1, torch.tensor([10, 11]), 0
+    ),
+}
+
+
+def whisper_encoder() -> Any:
+    config = transformers.WhisperConfig(
+        vocab_size=60,
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=1,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        max_source_positions=20,
+        num_mel_bins=8,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+    )
+    return transformers.WhisperModel(config).encoder
+
+
+def segformer() -> Any:
+    config = transformers.SegformerConfig(
+        hidden_sizes=[8, 16, 16, 32],
+        depths=[1, 1, 1, 1],
+        num_attention_heads=[1, 2, 2, 4],
+        decoder_hidden_size=16,
+    )
+    return transformers.SegformerForSemanticSegmentation(config)
+
+
+def dinov2() -> Any:
+    config = transformers.Dinov2Config(
+        image_size=32,
+        patch_size=8,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
+    return transformers.Dinov2Model(config)
+
+
+def llama() -> Any:
+    config = transformers.LlamaConfig(vocab_size=50, num_key_value_heads=2, **SHAPE)
+    return transformers.LlamaModel(config)
+
+
+def t5_encoder() -> Any:
+    config = transformers.T5Config(
+        vocab_size=50, d_model=32, d_kv=8, num_layers=2, num_heads=4, d_ff=64
+    )
+    return transformers.T5EncoderModel(config)
+
+
+#: A network, one batch of it, and its layers of attention.
+ATTENDING: dict[str, tuple[Any, dict[str, torch.Tensor], int]] = {
+    "bert": (
+        lambda: transformers.BertModel(transformers.BertConfig(vocab_size=50, **SHAPE)),
+        WORDS,
+        2,
+    ),
+    "vit": (
+        lambda: transformers.ViTModel(
+            transformers.ViTConfig(image_size=32, patch_size=8, **SHAPE)
+        ),
+        PICTURES,
+        2,
+    ),
+    "dinov2": (dinov2, PICTURES, 2),
+    "whisper": (whisper_encoder, {"input_features": torch.rand(2, 8, 40)}, 2),
+    "segformer": (segformer, {"pixel_values": torch.rand(1, 3, 64, 64)}, 4),
+    "heads that share keys": (llama, WORDS, 2),
+    "biases of positions": (t5_encoder, WORDS, 2),
+}
+
+
+def only(output: Any) -> torch.Tensor:
+    return output[0]
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
+@pytest.mark.parametrize("name", ATTENDING)
+def test_attention_runs_on_integers(name: str, target: str, tmp_path: Path) -> None:
+    build, batch, layers = ATTENDING[name]
+    torch.manual_seed(0)
+    model = build().eval()
+    torchq.fuse_(model, batch, progress=False)
+    with torch.no_grad():
+        in_float = only(model(**batch))
+    paths = torchq.hugging_face.attend_in_modules_(model, batch)
+    assert len(paths) == layers
+    torchq.quantize_(
+        model,
+        torchq.recipes.int8(reduce_range=True),
+        target=target,
+        example=batch,
+        progress=False,
+    )
+    for path in paths:
+        attention = model.get_submodule(path).torchq_attend
+        assert isinstance(attention, torchq.nn.QuantScaledDotProductAttention)
+        assert attention.softmax_quantizer.quantizing
+    torchq.calibrate(model, [batch], progress=False)
+    with torch.no_grad():
+        assert not torch.equal(only(model(**batch)), in_float)
+    path = tmp_path / "net.onnx"
+    written = torchq.export_onnx(model, batch, path, progress=False)
+    # Products of query and key, and of the softmax and value, too. Last layers may be float.
+    assert written.coverage.share == pytest.approx(1.0, abs=0.05)
+    # Products of activations have no spare bit, which OpenVINO's kernels want without VNNI.
+    if target == "onnxruntime" or not saturates():
+        report = torchq.verify_onnx(model, path, [batch], progress=False)
+        assert report.ok, str(report)
+    torchq.restore_(model)
+    with torch.no_grad():
+        torch.testing.assert_close(only(model(**batch)), in_float, rtol=1e-5, atol=1e-5)
+
+
+def test_attention_that_does_more_is_refused() -> None:
+    """The proof says no, and the model is as it was."""
+    model, batch = bert()
+    model.eval()
+    with torch.no_grad():
+        expected = model(**batch).logits
+    other = type(model)(model.config).eval()
+    torchq.hugging_face.attend_in_modules_(other, batch)
+    with torch.no_grad():  # The configuration is one object of both.
+        assert torch.equal(model(**batch).logits, expected)
+    names = [name for name, _ in model.named_modules()]
+
+    own = torchq.nn.ScaledDotProductAttention.forward
+
+    def damaged(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return 1.01 * own(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torchq.nn.ScaledDotProductAttention, "forward", damaged)
+        with pytest.raises(torchq.errors.QuantizationError, match="result 0 is off by"):
+            torchq.hugging_face.attend_in_modules_(model, batch)
+    assert [name for name, _ in model.named_modules()] == names
+    with torch.no_grad():
+        assert torch.equal(model(**batch).logits, expected)
+    with pytest.raises(torchq.errors.QuantizationError, match="AttentionInterface"):
+        torchq.hugging_face.attend_in_modules_(torch.nn.Linear(2, 2), batch)

@@ -3,11 +3,6 @@
 transformers asks two classes of a method of quantization: a configuration, which stands in
 ``config.json``, and a quantizer, which ``from_pretrained`` calls before and after the weights are
 loaded. Both are made when they are needed, as transformers is optional.
-
-Example:
-    >>> import torchq.hugging_face
-    >>> torchq.hugging_face.register_method()  # doctest: +SKIP
-    >>> model = BertModel.from_pretrained("folder")  # doctest: +SKIP
 """
 
 from __future__ import annotations
@@ -20,6 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from torchq.errors import ConfigError, QuantizationError
+from torchq.hugging_face.attention import (
+    CHILD,
+    attend_in_modules_,
+    has_attention,
+    route_attention_,
+)
 from torchq.nn.optional_buffers import OPTIONAL
 from torchq.runtime import Runtime
 from torchq.swap import plan_of, quantize_
@@ -59,7 +60,8 @@ def quantization_config(
     Args:
         target: as for :func:`torchq.quantize_`.
         exclude: as for :func:`torchq.quantize_`.
-        example: as for :func:`torchq.quantize_`. It is not written to ``config.json``.
+        example: as for :func:`torchq.quantize_`. It is not written to ``config.json``. With a
+            target, attention is computed by modules then: see :func:`attend_in_modules_`.
         batches: as for :func:`torchq.calibrate`; without any, ranges are those of each call.
 
     Returns:
@@ -212,9 +214,13 @@ class _Quantizer:
             tensors = model.state_dict()
             for owner, name in reversed(self._added):
                 delattr(owner, name)
+            if _attends_in_modules(config.record):
+                route_attention_(model)
             load_content(model, config.record, tensors)
             return model.to(self._dtype)
         options = {"target": config.target, "example": config.example}
+        if None not in options.values() and has_attention(model):
+            attend_in_modules_(model, config.example)
         quantize_(model, exclude=list(config.exclude), progress=False, **options)
         batches = list(config.batches)
         if batches:
@@ -222,6 +228,13 @@ class _Quantizer:
         config.example = None
         config.batches = ()
         return model
+
+
+def _attends_in_modules(record: Any) -> bool:
+    """Return True for the record of a model whose attention modules compute."""
+    decisions = record.get("decisions", ()) if isinstance(record, Mapping) else ()
+    names = [row.get("names") or () for row in decisions if isinstance(row, Mapping)]
+    return any(str(name).endswith(f".{CHILD}") for paths in names for name in paths)
 
 
 def _quantizer_paths(model: nn.Module) -> set[str]:
