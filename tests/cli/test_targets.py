@@ -117,6 +117,7 @@ def test_verify_names_the_package_of_the_emulator_before_any_work(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime_qnn", None)
+    monkeypatch.setattr("torchq.runtimes.qnn.runtime._problem_of_machine", lambda: "")
     without_data = [*command[:-1], "residual_net:missing", "--target", "qnn"]
     assert main([*without_data, "--export", "m.onnx", "--verify"]) == 2
     assert "onnxruntime_qnn is not installed" in capsys.readouterr().err

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import torchq
 from tests.onnx.exported import calibrated
-from torchq.errors import ConfigError, ExportError
+from torchq.errors import ConfigError, ExportError, MissingExtraError
 from torchq.onnx.ir import load_model, nodes_of
 from torchq.onnx.qdq import leads_only_to_quantizers
 from torchq.runtimes import Qnn
@@ -103,6 +103,42 @@ def test_wrong_settings_are_named() -> None:
         Qnn(soc="SM9999")
     with pytest.raises(ConfigError, match="limit=0; expected seconds above 0"):
         Qnn(limit=0)
+
+
+@pytest.mark.parametrize(
+    ("version", "libc", "got"),
+    [
+        ((3, 10), ("glibc", "2.39"), r"got Python 3"),
+        ((3, 12), ("glibc", "2.31"), r"got the C library glibc 2\.31"),
+        ((3, 12), ("", ""), r"got the C library musl or another; expected"),
+    ],
+)
+def test_a_machine_without_a_package_is_named(
+    version: tuple[int, int],
+    libc: tuple[str, str],
+    got: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "version_info", version)
+    monkeypatch.setattr("platform.libc_ver", lambda: libc)
+    monkeypatch.setattr("platform.system", lambda: "Linux")
+    with pytest.raises(ExportError, match=rf"{got}.*glibc 2\.35 or newer"):
+        Qnn().check()
+    assert not Qnn().here
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchq.runtimes.qnn.runtime._problem_of_machine", lambda: "")
+    monkeypatch.setitem(sys.modules, "onnxruntime_qnn", None)
+    with pytest.raises(MissingExtraError, match=r"Run pip install torchq\[qnn\]"):
+        Qnn().check()
+
+
+def test_a_model_for_another_target_is_refused() -> None:
+    x = torch.randn(1, 3, 8, 8)
+    model = calibrated(nn.Conv2d(3, 4, 3).eval(), x, target="openvino", example=x)
+    with pytest.raises(ConfigError, match="a model that was quantized for 'openvino'"):
+        torchq.deploy(model, x, target="qnn", progress=False)
 
 
 def test_the_model_of_one_chip_is_that_of_another() -> None:
@@ -389,3 +425,35 @@ def test_a_layer_of_the_emulator_that_computes_something_else_is_named(
     assert not report.ok
     assert report.first is not None and report.first.layers == ("block",)
     assert sum(not row.ok for row in report.layers) == 1
+
+
+def test_a_dump_of_the_emulator_is_read_and_its_first_fault_is_named(
+    deployed: tuple[nn.Module, nn.Module], tmp_path: Path
+) -> None:
+    """A session returns the codes of all quantizers, as a device would write them."""
+    model, path = deployed[0], tmp_path / "m.onnx"
+    torchq.export_onnx(model, X, path, dynamo=False, progress=False)
+    graph = onnx.load(path)
+    names = [
+        node.output[0]
+        for node in graph.graph.node
+        if node.name.endswith("/QuantizeLinear") and node.input[0] != "x"
+    ]
+    for name in names:
+        kind = onnx.TensorProto.UINT8
+        graph.graph.output.append(onnx.helper.make_tensor_value_info(name, kind, None))
+    onnx.save(graph, tmp_path / "shown.onnx")
+    results = Qnn().emulated(tmp_path / "shown.onnx")({"x": X})
+    dump = dict(zip(names, results[1:], strict=True))
+    # Each layer adds codes that are off to those in front of it, and a PReLU multiplies them.
+    report = torchq.verify_dump(model, dump, X, share=0.5, steps=8)
+    assert report.ok, str(report)
+    assert len(report.tensors) == len(names)
+    wrong = {**dump, names[2]: dump[names[2]] // 2}
+    first = torchq.verify_dump(model, wrong, X, share=0.5, steps=8).first
+    assert first is not None and first.source == names[2]
+    for name, codes in dump.items():
+        file = re.sub(r"\W", "_", name)
+        (tmp_path / f"{file}.raw").write_bytes(codes.numpy().tobytes())
+    folder = torchq.verify_dump(model, tmp_path, X, share=0.5, steps=8)
+    assert folder.ok and len(folder.tensors) == len(names)

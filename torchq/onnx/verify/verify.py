@@ -34,6 +34,7 @@ from torchq.onnx.ir import (
 )
 from torchq.onnx.passes.convolutions import without_pads
 from torchq.onnx.qdq import (
+    element_type,
     float_weights,
     path_of,
     qparams_of,
@@ -47,6 +48,7 @@ from torchq.onnx.verify.exposed import (
     OTHER_SHARE,
     OTHER_SHARE_OF_FEW_BITS,
     SHARE,
+    WIDE_SHARE,
     Behind,
     ExposedFile,
     ExposedOneByOne,
@@ -81,6 +83,7 @@ from torchq.workflow.changed_weights import warn_of_changed_weights
 from torchq.workflow.modes import has_wide_weights
 
 _FEW_BITS = 4
+_BYTE = 8
 #: What to do where a chip computes something else than its file says.
 _CHIP_HINT = (
     "the file computes what its model does, and the chip something else: write the layer in "
@@ -625,7 +628,10 @@ class _File:
             bound = self._chip.bound(quantize)
             layers = behind(value).layers
             return Behind(layers, bound.share, steps=bound.steps)
-        behind_value = behind(value, self._share())
+        share = self._share()
+        if element_type(quantize).bitwidth > _BYTE:
+            share = max(share, WIDE_SHARE)
+        behind_value = behind(value, share)
         modules = dict(model.named_modules())
         forms = {
             name: getattr(module, "bias_format", "int32")

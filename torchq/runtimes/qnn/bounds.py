@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from torchq.onnx.ir import Node, Value, is_constant, names
+from torchq.onnx.ir import Node, Value, attribute, is_constant, names
 from torchq.onnx.qdq import element_type
 from torchq.runtime import LayerBound
 from torchq.runtimes.checks import scales_of
@@ -86,6 +86,18 @@ class Between:
         """Return True if anything but layers, sums and moves is among the operators."""
         return self.has(_IN_FLOAT)
 
+    def averages_apart(self) -> bool:
+        """Return True for averages over windows of 4 and more that do not overlap."""
+        windows = [
+            (
+                list(attribute(node, "kernel_shape", ())),
+                list(attribute(node, "strides", ())),
+            )
+            for node in self.operators
+            if node.op_type == "AveragePool"
+        ]
+        return any(size == steps and max(size) >= 4 for size, steps in windows)
+
     def adds_at_ties(self) -> bool:
         """Return True for a sum where one scale is twice another: values lie between two codes."""
         scales = self.scales
@@ -134,6 +146,13 @@ BOUNDS = (
     Row("sums where one scale is twice another", Between.adds_at_ties, 0.25, 1),
     Row("products of two activations", Between.multiplies_activations, 0.13, 1),
     Row("recurrent layers, in float16", lambda x: x.has(_RECURRENT), 0.6, 1),
+    Row("averages over windows", lambda x: x.has(("AveragePool",)), 0.10, 1),
+    Row(
+        "averages over windows side by side, 4 and more wide",
+        Between.averages_apart,
+        0.25,
+        1,
+    ),
     Row("softmax", lambda x: x.has(("Softmax",)), 0.15, 2),
     Row("16 bits, in layers with weights", lambda x: x.bits == 16, 1.0, 28),
     # Float16 has 11 bits: one rounding of it is up to 16 of 65,536 codes.

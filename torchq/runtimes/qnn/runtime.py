@@ -7,6 +7,8 @@ provider's rules too; none was run on a device.
 
 from __future__ import annotations
 
+import platform
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -72,6 +74,9 @@ CHIPS = {
     "69": ("SM8750", "v79"),
     "87": ("SM8850", "v81, not tried"),
 }
+#: The least versions that onnxruntime-qnn is built for.
+_PYTHON = (3, 11)
+_GLIBC = (2, 35)
 #: Integer units whose codes are off twice as often.
 _OLD = ("v68", "v69")
 #: Classes of layers whose weight has one scale: the chip wants it where a result stays float.
@@ -114,6 +119,19 @@ def zero_point_recipe() -> QuantConfig:
 
 #: Two draws of one noise are sqrt(2) apart; the rest is for what one input shows of it.
 _AMPLIFIED = 2.0
+
+
+def _problem_of_machine() -> str:
+    """Return what onnxruntime-qnn is not built for here; empty where nothing is."""
+    if sys.version_info[:2] < _PYTHON:
+        return f"Python {platform.python_version()}"
+    if platform.system() != "Linux":
+        return ""  # pip finds a package, or says that there is none
+    library, version = platform.libc_ver()
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if library != "glibc" or numbers < _GLIBC:
+        return f"the C library {library or 'musl or another'} {version}".rstrip()
+    return ""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -176,6 +194,13 @@ class Qnn(OnnxEngine):
 
     def check(self) -> None:
         """See :meth:`Engine.check`."""
+        problem = _problem_of_machine()
+        if problem:
+            raise ExportError(
+                f"{self._needed_by}: got {problem}; expected Python 3.11 or newer, on Linux with "
+                "glibc 2.35 or newer, which onnxruntime-qnn is built for. Use such an environment, "
+                "or export the file alone"
+            )
         super().check()
         runtime = import_optional("onnxruntime", self._needed_by, self.extra)
         if not hasattr(runtime, "get_ep_devices"):
