@@ -63,7 +63,9 @@ def main() -> None:
         train(model, None, optimizer, images, labels)
     print(f"float: {accuracy(model, *test)}")
 
-    torchq.quantize_(model, torchq.recipes.w4a4())
+    # Training sees what the runtime of the file rounds.
+    runtime = {"target": "onnxruntime", "example": images[:8]}
+    torchq.quantize_(model, torchq.recipes.w4a4(), **runtime)
     torchq.calibrate(model, images[:256].split(64), progress=False)
     ema = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(
@@ -77,7 +79,7 @@ def main() -> None:
         print(f"epoch {epoch}: {accuracy(ema, *test)} with EMA")
 
     again = network()
-    torchq.quantize_(again, torchq.recipes.w4a4())
+    torchq.quantize_(again, torchq.recipes.w4a4(), **runtime)
     # Strict: the ranges are in it.
     again.load_state_dict(torch.load(options.checkpoint, weights_only=True)["ema"])
     torchq.fuse_(again.eval(), images[:8])
