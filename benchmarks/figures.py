@@ -559,20 +559,39 @@ def agreement(measured: Measured) -> str:
 
 
 def snapdragon(measured: Measured) -> str:
-    """Networks on the emulator of a Snapdragon, in dB, and seconds of export and compile."""
-    levels = ("emulator_to_simulation", "emulator_to_float", "simulation_to_float")
-    rows = [
-        (
-            row["network"].rpartition("/")[2],
-            "yes" if row["whole"] else "no",
-            f"{row['share']:.0%}",
-            f"{row['seconds']:.0f}",
-            *(f"{row[level]:.1f}" for level in levels),
+    """Networks on the emulator of a Snapdragon, in dB, beside onnxruntime.quantization's files."""
+    by_network: dict[str, dict[tuple[str, int], dict[str, Any]]] = {}
+    for row in measured.all("qnn_networks"):
+        cases = by_network.setdefault(row["network"], {})
+        cases[row["by"], row["bits"]] = row
+    rows = []
+    for network, cases in by_network.items():
+        of_8_bits = cases["torchq", 8]
+        rows.append(
+            (
+                network.rpartition("/")[2],
+                "yes" if of_8_bits["whole"] else "no",
+                f"{of_8_bits['seconds']:.0f}",
+                f"{of_8_bits['worst_share']:.1%}",
+                f"{of_8_bits['emulator_to_simulation']:.1f}",
+                *(
+                    _on_chip(cases.get((by, bits)))
+                    for bits in (8, 16)
+                    for by in ("torchq", "onnxruntime")
+                ),
+            )
         )
-        for row in measured.all("qnn_networks")
-    ]
-    head = ("network", "whole", "on integers", "s", "emulator, simulation")
-    return markdown((*head, "emulator, float", "simulation, float"), rows)
+    head = ("network", "whole", "s", "worst layer", "chip, simulation")
+    return markdown(
+        (*head, "chip, float", "peer's", "16 bits: chip, float", "peer's"), rows
+    )
+
+
+def _on_chip(row: dict[str, Any] | None) -> str:
+    """Return how near a file on the emulator is to float; marked where it is not whole."""
+    if row is None or "emulator_to_float" not in row:
+        return ""
+    return f"{row['emulator_to_float']:.1f}{'' if row['whole'] else ' *'}"
 
 
 #: What tables call the recipes of some programs.
