@@ -556,7 +556,8 @@ def _kernels(view: View, facts: Facts) -> dict[str, list[_Kernel]]:
     """Return the calls that integer kernels compute, by the path of what has their quantizers."""
     kernels: dict[str, list[_Kernel]] = {}
     for call in filter(view.is_quantized, view.flow.calls):
-        name, kernel = call.name, None
+        name = call.name
+        kernel: _Kernel | None = None
         is_layer = isinstance(call.module, LAYERS) and not call.functional
         if is_layer or isinstance(call.module, _ON_INTEGERS) or _averages(view, call):
             kernel = _Kernel(call, call)
