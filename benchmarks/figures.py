@@ -589,8 +589,10 @@ def snapdragon(measured: Measured) -> str:
 
 def _on_chip(row: dict[str, Any] | None) -> str:
     """Return how near a file on the emulator is to float; marked where it is not whole."""
-    if row is None or "emulator_to_float" not in row:
+    if row is None:
         return ""
+    if "emulator_to_float" not in row:
+        return "no"
     return f"{row['emulator_to_float']:.1f}{'' if row['whole'] else ' *'}"
 
 
