@@ -124,8 +124,12 @@ def test_another_model_is_refused(
         ExportError, match=r"the model returns \[\(2, 3\)\], the file \[\(2, 10\)\]"
     ):
         torchq.verify_onnx(other, path, [torch.randn(2, 3, 16, 16)])
-    with pytest.raises(ExportError, match="got no batch"):
-        torchq.verify_onnx(model, path, [])
+    rows = torch.randn(2, 3, 16, 16)
+    for without_rows in ([], [rows[:0]]):
+        with pytest.raises(ExportError, match="got no batch"):
+            torchq.verify_onnx(model, path, without_rows)
+    report = torchq.verify_onnx(model, path, [rows[:0], rows])
+    assert report.ok and report.outputs[0].samples == 2
     (tmp_path / "broken.onnx").write_bytes(b"\x00" * 64)
     with pytest.raises(Exception, match=r"."):
         torchq.verify_onnx(model, tmp_path / "broken.onnx", [torch.randn(2, 3, 16, 16)])
