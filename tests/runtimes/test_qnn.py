@@ -399,6 +399,39 @@ def test_layers_of_the_emulator_that_get_equal_codes_compute_those_of_the_model(
         assert differ and all(row.max_diff == 1 for row in differ)
 
 
+class Gated(nn.Module):
+    """Scales channels by a sigmoid, as squeeze and excitation does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.gate = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 1)
+        self.last = nn.Conv2d(16, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.first(x))
+        gate = torch.sigmoid(self.gate(x.mean((2, 3), keepdim=True)))
+        return self.last(gate * x)
+
+
+def test_a_sigmoid_of_16_bits_has_its_own_scale_where_it_is_looked_at(
+    tmp_path: Path,
+) -> None:
+    """Its codes as results of a graph have the scale 1 / 65535 in the emulator."""
+    if not Qnn().here:
+        pytest.skip("onnxruntime-qnn is not here")
+    torch.manual_seed(0)
+    model, path = Gated().eval(), tmp_path / "m.onnx"
+    torchq.quantize_(
+        model, torchq.recipes.w8a16(), target="qnn", example=X, progress=False
+    )
+    torchq.calibrate(model, [X], progress=False)
+    torchq.export_onnx(model, X, path, dynamo=False, progress=False)
+    report = torchq.verify_onnx(model, path, [X], target="qnn", progress=False)
+    assert report.ok, str(report)
+    gates = [row for row in report.layers if row.elements == 2 * 16]
+    assert gates and all(row.max_diff < 100 for row in gates)
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class OtherScale(Qnn):
     """The emulator, with a layer whose weight has twice its scale."""

@@ -14,6 +14,9 @@ from torchq.functional import QParams
 from torchq.onnx.ir import (
     Model,
     Node,
+    Value,
+    add_initializer,
+    add_node,
     computed_by,
     is_output,
     load_model,
@@ -27,6 +30,7 @@ from torchq.onnx.verify.exposed import ExposedFile, Ran
 from torchq.runtime import Runtime
 
 Run = Callable[[Mapping[str, Tensor]], list[Tensor]]
+_BYTE = 8
 _TYPES = {
     "UINT8": torch.uint8,
     "INT8": torch.int8,
@@ -159,7 +163,7 @@ def cut(
         dequantize = computed_by(value, "DequantizeLinear")
         converted = dequantize and computed_by(dequantize.inputs[0], "QuantizeLinear")
         if not converted:
-            graph.outputs.append(codes)
+            graph.outputs.append(_as_output(model, node, ranks[name]))
             computed.append(Computed(name, None, qparams_of(node)))
             continue
         wide = converted.outputs[0]
@@ -172,6 +176,28 @@ def cut(
         if not value.uses() and not is_output(value):
             graph.inputs.remove(value)
     return computed
+
+
+def _as_output(model: Model, node: Node, rank: int) -> Value:
+    """Return the codes of a quantizer, those of 16 bits behind a Reshape that changes nothing.
+
+    The emulator gives a Sigmoid of 16 bits whose codes leave the graph the scale 1 / 65535,
+    whatever its own is. With a move of codes behind, as in whole files, it has its own.
+    """
+    codes = node.outputs[0]
+    if codes.dtype.bitwidth <= _BYTE:
+        return codes
+    parameters = list(node.inputs[1:])
+    name = f"{codes.name}/moved"
+    value = add_node(node, "DequantizeLinear", [codes, *parameters], f"{name}/value")
+    # Zeros stand for the sizes that there are.
+    shape = add_initializer(model.graph, f"{name}/shape", torch.zeros(rank).long())
+    moved = add_node(value.producer(), "Reshape", [value, shape], f"{name}/same")
+    again = add_node(
+        moved.producer(), "QuantizeLinear", [moved, *parameters], f"{name}/codes"
+    )
+    again.type = codes.type
+    return again
 
 
 def _input_of(name: str) -> str:
