@@ -153,6 +153,8 @@ class TestGraphEngines:
         assert sqnr(deployed(x, 2.0).scores, simulated(x, 2.0).scores) > BOUND_DB
         with pytest.raises(InputError, match=r"'factor': got 1\.0; expected 2\.0"):
             deployed(x, 1.0)
+        with pytest.raises(InputError, match=r"'factor': got 1\.0; expected 2\.0"):
+            deployed(x)
 
     def test_state_dicts_hold_the_graph(
         self, graph: tuple[EngineModule, nn.Module]

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torchq.runtimes.engine import Engine
 from torchq.runtimes.interface import GraphInterface, ReadGraph, Run, Shapes
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class FileEngine(Engine):
@@ -124,11 +126,11 @@ class EngineModule(nn.Module):
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the results of a call with the arguments of the original model."""
-        feeds = self.interface.signature.bind(args, kwargs, torch.device("cpu"))
+        feeds = self.interface.signature.bind(args, kwargs, _CPU)
         feeds = {name: value.detach().contiguous() for name, value in feeds.items()}
-        empty = any(value.shape[:1] == (0,) for value in feeds.values())
-        tensors = self._run_empty(feeds) if empty else self._opened_run()(feeds)
-        return self.interface.structure.rebuild(tensors)
+        if _has_no_images(feeds):
+            return self.interface.structure.rebuild(self._run_empty(feeds))
+        return self.interface.structure.rebuild(self._opened_run()(feeds))
 
     def _run_empty(self, feeds: Mapping[str, Tensor]) -> list[Tensor]:
         """Return the results for no images: those for one image of zeros, without that image.
@@ -173,6 +175,14 @@ class EngineModule(nn.Module):
         return f"{signature.model}({inputs}), {self.settings.label}"
 
 
+def _has_no_images(feeds: Mapping[str, Tensor]) -> bool:
+    # A loop, as this runs in each call and a generator takes three times as long.
+    for value in feeds.values():  # noqa: SIM110
+        if not value.numel() and value.shape[0] == 0:
+            return True
+    return False
+
+
 def _bytes_of(graph: Tensor) -> bytes:
     return graph.cpu().numpy().tobytes()
 
@@ -184,13 +194,19 @@ def run_by_shape(
 
     Several threads may call it. A graph is opened when a call needs it first, and once.
     """
-    key = _key(usual, any_batch)
+    first = 1 if any_batch else 0
+    usual_lengths = {name: shape[first:] for name, shape in usual}
     opened: dict[Shapes | None, Run] = {}
     lock = threading.Lock()
 
+    def is_usual(feeds: Mapping[str, Tensor]) -> bool:
+        return feeds.keys() == usual_lengths.keys() and all(
+            feeds[name].shape[first:] == lengths
+            for name, lengths in usual_lengths.items()
+        )
+
     def run(feeds: Mapping[str, Tensor]) -> list[Tensor]:
-        shapes = tuple((name, tuple(value.shape)) for name, value in feeds.items())
-        fixed = usual if usual and _key(shapes, any_batch) == key else None
+        fixed = usual if usual and is_usual(feeds) else None
         run_graph = opened.get(fixed)
         if run_graph is None:
             with lock:
@@ -200,8 +216,3 @@ def run_by_shape(
         return run_graph(feeds)
 
     return run
-
-
-def _key(shapes: Shapes, any_batch: bool) -> Shapes:
-    first = 1 if any_batch else 0
-    return tuple((name, shape[first:]) for name, shape in shapes)

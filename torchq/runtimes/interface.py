@@ -6,6 +6,7 @@ import enum
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,6 +17,10 @@ from torchq.errors import ExportError, InputError
 from torchq.graph import call_arguments
 
 _EMPTY = inspect.Parameter.empty
+_BY_PLACE = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+)
 _STAR = inspect.Parameter.VAR_POSITIONAL
 _STARS = inspect.Parameter.VAR_KEYWORD
 
@@ -40,11 +45,10 @@ class GraphInput:
             return f"got a {type(value).__name__}; expected a tensor"
         if value.dtype is not self.dtype:
             return f"got {value.dtype}; expected {self.dtype}"
-        if value.device.type != device.type:
+        # Devices compare without the names of their types, which torch makes anew each time.
+        if value.device != device and value.device.type != device.type:
             return f"got a tensor on {value.device}; expected one on {device}"
-        pairs = zip(value.shape, self.shape, strict=False)
-        fits = all(want is None or got == want for got, want in pairs)
-        if fits and value.dim() == len(self.shape):
+        if value.shape == self.shape or self._fits(value.shape):
             return ""
         shown = ", ".join(
             "any" if length is None else str(length) for length in self.shape
@@ -53,6 +57,14 @@ class GraphInput:
             f"got shape {tuple(value.shape)}; expected ({shown}). The graph was made for these "
             "lengths: deploy with an example of the wanted shape"
         )
+
+    def _fits(self, shape: torch.Size) -> bool:
+        if len(shape) != len(self.shape):
+            return False
+        for length, wanted in zip(shape, self.shape, strict=True):
+            if wanted is not None and length != wanted:
+                return False
+        return True
 
 
 @dataclass(frozen=True)
@@ -78,13 +90,10 @@ class CallSignature:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
     ) -> dict[str, Tensor]:
         """Return the tensors of a call by name."""
-        try:
-            bound = self.parameters.bind(*args, **kwargs)
-        except TypeError as error:
-            raise InputError(
-                f"{self.model}: {error}; expected {self.model}{self.parameters}"
-            ) from None
-        values = argument_values(bound)
+        if self._names_by_place and not kwargs and len(args) == len(self.inputs):
+            values = dict(zip(self._names_by_place, args, strict=True))
+        else:
+            values = self._arguments(args, kwargs)
         feeds = {}
         for graph_input in self.inputs:
             value = values.pop(graph_input.name, None)
@@ -98,15 +107,47 @@ class CallSignature:
                 self._require_constant(name, value)
         return feeds
 
+    @cached_property
+    def _names_by_place(self) -> tuple[str, ...]:
+        """The names of the inputs, where a call by place may hold them and nothing else.
+
+        Such calls are bound without :mod:`inspect`, which takes as long as a small network.
+        """
+        parameters = list(self.parameters.parameters.values())
+        names = tuple(graph_input.name for graph_input in self.inputs)
+        first = parameters[: len(names)]
+        others = parameters[len(names) :]
+        by_place = all(parameter.kind in _BY_PLACE for parameter in first)
+        needs_others = any(parameter.default is _EMPTY for parameter in others)
+        is_plain = names == tuple(parameter.name for parameter in first) and by_place
+        return names if is_plain and not needs_others and not self.constants else ()
+
+    def _arguments(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return every argument of a call by its name."""
+        try:
+            bound = self.parameters.bind(*args, **kwargs)
+        except TypeError as error:
+            raise InputError(
+                f"{self.model}: {error}; expected {self.model}{self.parameters}"
+            ) from None
+        values = argument_values(bound)
+        # An argument that is left out has its default, as in the original's forward.
+        for name in self.constants.keys() - values.keys():
+            values[name] = self._default(name)
+        return values
+
+    def _default(self, name: str) -> Any:
+        """Return the default of a parameter; None where it has none."""
+        parameter = self.parameters.parameters.get(name)
+        if parameter is None or parameter.default is _EMPTY:
+            return None
+        return parameter.default
+
     def _require_constant(self, name: str, value: Any) -> None:
         """Raise an error unless an argument has the value that is built into the graph."""
-        parameter = self.parameters.parameters.get(name)
-        default = (
-            None
-            if parameter is None or parameter.default is _EMPTY
-            else parameter.default
-        )
-        built_in = self.constants.get(name, default)
+        built_in = self.constants.get(name, self._default(name))
         if value is built_in or (
             type(value) is type(built_in) and bool(value == built_in)
         ):

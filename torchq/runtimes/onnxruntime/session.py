@@ -134,7 +134,7 @@ class Session:
             for name, value in feeds.items()
         }
         try:
-            results = self._session.run(list(outputs or self.outputs), arrays)
+            results = self._session.run(outputs or self.outputs, arrays)
         except Exception as error:  # The exception classes of ONNX Runtime are private.
             shapes = {name: array.shape for name, array in arrays.items()}
             expected = {value.name: value.shape for value in self._session.get_inputs()}

@@ -1,0 +1,72 @@
+"""How a deployed graph reads the arguments of a call."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from torchq.errors import InputError
+from torchq.runtimes.interface import CallSignature, GraphInput
+
+CPU = torch.device("cpu")
+X = torch.zeros(2, 3)
+Y = torch.ones(2, 3)
+
+
+def signature_of(
+    forward: Callable[..., Any], *names: str, **constants: Any
+) -> CallSignature:
+    inputs = tuple(GraphInput(name, torch.float32, (None, 3)) for name in names)
+    return CallSignature("Net", inspect.signature(forward), inputs, constants)
+
+
+FORWARDS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "one": (lambda x: x, ("x",)),
+    "two": (lambda x, y: x, ("x", "y")),
+    "with a default": (lambda x, y=None, flag=False: x, ("x", "y")),
+    "read in another order": (lambda x, y: x, ("y", "x")),
+    "the second alone": (lambda x, y=None: x, ("y",)),
+    "any number": (lambda *args: args, ("input_0", "input_1")),
+    "some by name": (lambda x, **kwargs: x, ("x",)),
+}
+
+
+@pytest.mark.parametrize("case", FORWARDS)
+def test_a_call_by_place_is_bound_as_python_binds_it(case: str) -> None:
+    forward, names = FORWARDS[case]
+    bound = inspect.signature(forward)
+    args = (X, Y)[: max(1, len(names))]
+    values = bound.bind(*args).arguments
+    expected = (
+        dict(values) if case != "any number" else dict(zip(names, args, strict=True))
+    )
+    if set(names) - set(expected):  # the graph reads what this call leaves out
+        with pytest.raises(InputError, match="got a NoneType; expected a tensor"):
+            signature_of(forward, *names).bind(args, {}, CPU)
+        return
+    feeds = signature_of(forward, *names).bind(args, {}, CPU)
+    assert list(feeds) == list(names)
+    assert all(feeds[name] is expected[name] for name in names)
+
+
+def test_what_a_call_by_place_lacks_is_refused() -> None:
+    """Keyword-only arguments without a default are read by nobody, but Python wants them."""
+
+    def forward(x: Any, *, scale: Any) -> Any:
+        return x
+
+    with pytest.raises(InputError, match="missing a required"):
+        signature_of(forward, "x").bind((X,), {}, CPU)
+
+
+def test_an_argument_that_is_left_out_has_its_default() -> None:
+    """A graph with flag=True built in is not run for a call that means flag=False."""
+    signature = signature_of(lambda x, flag=False: x, "x", flag=True)
+    assert signature.bind((X, True), {}, CPU) == {"x": X}
+    for args, kwargs in (((X,), {}), ((), {"x": X}), ((X, False), {})):
+        with pytest.raises(
+            InputError, match="'flag': got False; expected True, which is built into"
+        ):
+            signature.bind(args, kwargs, CPU)
