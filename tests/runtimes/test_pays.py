@@ -99,6 +99,22 @@ def test_float_is_an_answer() -> None:
     assert "integers gain nothing" in plan.explain("stem")
 
 
+def test_float_is_an_answer_where_ranges_are_shared() -> None:
+    """A plan that leaves all in float names no quantizer, so it can be carried out."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.MaxPool2d(2), nn.Conv2d(4, 4, 1)
+    ).eval()
+    expected = model(X)
+    assert torchq.plan(model, target="onnxruntime", example=X).shared
+    keep = Pays(time=clock({"Conv": (1.0, 1.0)}))
+    plan = torchq.quantize_(
+        model, target="onnxruntime", example=X, keep=keep, progress=False
+    )
+    assert not plan.replaced and not plan.shared
+    assert torch.equal(model(X), expected)
+
+
 @pytest.mark.slow
 def test_where_all_gains_all_stays() -> None:
     plan = planned(depthwise=(3.0, 1.0), Add=(3.0, 1.0))

@@ -320,11 +320,18 @@ class Plan:
         forwards = {
             p: h for p, h in self.forwards.items() if p in operators or p in calling
         }
+        # What stays float has no quantizer that could share its range.
+        paths = {path for d in self.replaced if d.name in gone for path in d.names}
+        groups = [
+            [slot for slot in group if slot.rpartition(".")[0] not in paths]
+            for group in self.shared
+        ]
         return replace(
             self,
             decisions=decisions,
             operators=operators,
             modes=modes,
+            shared=canonical_groups(group for group in groups if len(group) > 1),
             forwards=forwards,
         )
 
