@@ -16,8 +16,9 @@ from torchq.swap import Plan, plan_of
 models = pytest.importorskip("torchvision.models")
 
 # Larger models are the same blocks, repeated; they would need most of the time.
-MAX_PARAMETERS = 95_000_000
-KEPT = {"vgg11_bn"}  # else there would be no VGG
+MAX_PARAMETERS = 30_000_000
+# Else there would be none of their family.
+KEPT = {"alexnet", "maxvit_t", "vgg11_bn", "vit_b_32"}
 RANDOM = (
     "uniform_",
     "normal_",

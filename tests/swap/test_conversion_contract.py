@@ -158,6 +158,7 @@ REPEATED = {
     "torchvision/resnext50_32x4d",
     "torchvision/ssd300_vgg16",
     "torchvision/swin3d_t",
+    "torchvision/vgg11_bn",
     "torchvision/wide_resnet50_2",
 }
 
