@@ -402,25 +402,27 @@ def test_layers_of_the_emulator_that_get_equal_codes_compute_those_of_the_model(
 class Gated(nn.Module):
     """Scales channels by a sigmoid, as squeeze and excitation does."""
 
-    def __init__(self) -> None:
+    def __init__(self, gate: nn.Module) -> None:
         super().__init__()
         self.first, self.gate = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 1)
+        self.sigmoid = gate
         self.last = nn.Conv2d(16, 8, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.relu(self.first(x))
-        gate = torch.sigmoid(self.gate(x.mean((2, 3), keepdim=True)))
+        gate = self.sigmoid(self.gate(x.mean((2, 3), keepdim=True)))
         return self.last(gate * x)
 
 
+@pytest.mark.parametrize("gate", [nn.Sigmoid, nn.Hardsigmoid])
 def test_a_sigmoid_of_16_bits_has_its_own_scale_where_it_is_looked_at(
-    tmp_path: Path,
+    gate: type[nn.Module], tmp_path: Path
 ) -> None:
     """Its codes as results of a graph have the scale 1 / 65535 in the emulator."""
     if not Qnn().here:
         pytest.skip("onnxruntime-qnn is not here")
     torch.manual_seed(0)
-    model, path = Gated().eval(), tmp_path / "m.onnx"
+    model, path = Gated(gate()).eval(), tmp_path / "m.onnx"
     torchq.quantize_(
         model, torchq.recipes.w8a16(), target="qnn", example=X, progress=False
     )

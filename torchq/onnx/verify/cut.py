@@ -179,25 +179,37 @@ def cut(
 
 
 def _as_output(model: Model, node: Node, rank: int) -> Value:
-    """Return the codes of a quantizer, those of 16 bits behind a Reshape that changes nothing.
+    """Return the codes of a quantizer, those of 16 bits behind an operator that changes nothing.
 
-    The emulator gives a Sigmoid of 16 bits whose codes leave the graph the scale 1 / 65535,
-    whatever its own is. With a move of codes behind, as in whole files, it has its own.
+    The emulator gives a Sigmoid or HardSigmoid of 16 bits whose codes leave the graph the scale
+    1 / 65535, whatever its own is. With an operator behind, as in whole files, it has its own: a
+    Relu where no code is below 0, as a Reshape is moved in front of a HardSigmoid.
     """
     codes = node.outputs[0]
     if codes.dtype.bitwidth <= _BYTE:
         return codes
     parameters = list(node.inputs[1:])
-    name = f"{codes.name}/moved"
+    name = f"{codes.name}/kept"
     value = add_node(node, "DequantizeLinear", [codes, *parameters], f"{name}/value")
-    # Zeros stand for the sizes that there are.
-    shape = add_initializer(model.graph, f"{name}/shape", torch.zeros(rank).long())
-    moved = add_node(value.producer(), "Reshape", [value, shape], f"{name}/same")
+    producer = value.producer()
+    if _has_no_negatives(node):
+        same = add_node(producer, "Relu", [value], f"{name}/same")
+    else:
+        # Zeros stand for the sizes that there are.
+        sizes = torch.zeros(rank, dtype=torch.int64)
+        shape = add_initializer(model.graph, f"{name}/shape", sizes)
+        same = add_node(producer, "Reshape", [value, shape], f"{name}/same")
     again = add_node(
-        moved.producer(), "QuantizeLinear", [moved, *parameters], f"{name}/codes"
+        same.producer(), "QuantizeLinear", [same, *parameters], f"{name}/codes"
     )
     again.type = codes.type
     return again
+
+
+def _has_no_negatives(node: Node) -> bool:
+    point = qparams_of(node).zero_point
+    is_unsigned = element_type(node).name.startswith("U")
+    return is_unsigned and point is not None and not bool(point.any())
 
 
 def _input_of(name: str) -> str:
