@@ -388,7 +388,8 @@ def test_layers_of_the_emulator_that_get_equal_codes_compute_those_of_the_model(
     deployed: tuple[nn.Module, nn.Module], tmp_path: Path
 ) -> None:
     """Each within the bounds of the table, on a new chip and on an old one."""
-    model, path = deployed[0], tmp_path / "m.onnx"
+    model = deployed[0]
+    path = tmp_path / "m.onnx"
     torchq.export_onnx(model, X, path, dynamo=False, progress=False)
     for soc in ("SM8550", "SM8350"):
         report = torchq.verify_onnx(
@@ -422,7 +423,8 @@ def test_a_sigmoid_of_16_bits_has_its_own_scale_where_it_is_looked_at(
     if not Qnn().here:
         pytest.skip("onnxruntime-qnn is not here")
     torch.manual_seed(0)
-    model, path = Gated(gate()).eval(), tmp_path / "m.onnx"
+    model = Gated(gate()).eval()
+    path = tmp_path / "m.onnx"
     torchq.quantize_(
         model, torchq.recipes.w8a16(), target="qnn", example=X, progress=False
     )
@@ -454,7 +456,8 @@ class OtherScale(Qnn):
 def test_a_layer_of_the_emulator_that_computes_something_else_is_named(
     deployed: tuple[nn.Module, nn.Module], tmp_path: Path
 ) -> None:
-    model, path = deployed[0], tmp_path / "m.onnx"
+    model = deployed[0]
+    path = tmp_path / "m.onnx"
     torchq.export_onnx(model, X, path, dynamo=False, progress=False)
     report = torchq.verify_onnx(model, path, [X], target=OtherScale(), progress=False)
     assert not report.ok
@@ -466,7 +469,8 @@ def test_a_dump_of_the_emulator_is_read_and_its_first_fault_is_named(
     deployed: tuple[nn.Module, nn.Module], tmp_path: Path
 ) -> None:
     """A session returns the codes of all quantizers, as a device would write them."""
-    model, path = deployed[0], tmp_path / "m.onnx"
+    model = deployed[0]
+    path = tmp_path / "m.onnx"
     torchq.export_onnx(model, X, path, dynamo=False, progress=False)
     graph = onnx.load(path)
     names = [
