@@ -297,6 +297,38 @@ def test_what_heals_a_ruling_channel_is_measured() -> None:
     assert rest.outputs.sqnr == pytest.approx(wide, abs=1.5)  # all batches, not one
 
 
+def ruled_rows() -> nn.Sequential:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+    with torch.no_grad():
+        net[0].weight[5] = 1000.0 * net[0].weight[5].abs()  # the ReLU lets it pass
+    return net
+
+
+#: Ranges that the descriptor fixes, in both forms.
+FIXED = {
+    "symmetric": torchq.QuantDescriptor(amax=900.0),
+    "two ends": torchq.QuantDescriptor(
+        unsigned=True, symmetric=False, amin=-100.0, amax=900.0
+    ),
+    "learned": torchq.QuantDescriptor(learn_amax=True, amax=900.0),
+}
+
+
+@pytest.mark.parametrize("input", FIXED.values(), ids=FIXED)
+@pytest.mark.parametrize("shape", [(6,), (5, 6), (2, 3, 6)])
+def test_a_ruling_channel_is_found_in_any_rows_and_with_any_range(
+    shape: tuple[int, ...], input: torchq.QuantDescriptor
+) -> None:
+    batch = torch.rand(shape, generator=torch.Generator().manual_seed(1))
+    rule = torchq.Rule("2", input=input, weight=torchq.QuantDescriptor(axis=0))
+    config = torchq.recipes.int8().with_rules(rule)
+    model = simulated(ruled_rows(), [batch], config, correct=False)
+    found = of(examined(model, [batch], timed=False), "ruling_channel")
+    assert [finding.name for finding in found] == ["2.input_quantizer"]
+    assert "channel 5 is" in found[0].evidence
+
+
 def test_a_channel_below_the_limit_is_no_finding() -> None:
     model = simulated(ruled_net(8.0), image_batches(), correct=False)
     assert of(examined(model, image_batches(), timed=False), "ruling_channel") == []

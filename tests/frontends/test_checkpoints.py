@@ -172,8 +172,13 @@ def test_adopted_networks_compute_the_makers_codes(
         assert torch.equal(again(x), found)
 
 
-def codes_differ(model: nn.Module, other: nn.Module, x: Tensor) -> int:
-    """Return how many codes differ between quantizers of ModelOpt and ours on the same tensors."""
+def codes_differ(
+    model: nn.Module, other: nn.Module, x: Tensor, ties: float = 0.0
+) -> int:
+    """Return how many codes differ between quantizers of ModelOpt and ours on the same tensors.
+
+    Those of values that are within ``ties`` of the border between two codes do not count.
+    """
     differ: dict[str, int] = {}
     seen = 0
 
@@ -182,7 +187,10 @@ def codes_differ(model: nn.Module, other: nn.Module, x: Tensor) -> int:
 
         def hook(module: nn.Module, args: tuple[Tensor], out: Tensor) -> None:
             with torch.no_grad():
-                count = int(((ours(args[0]) - out).abs() > 0.5 * ours.scale).sum())
+                differing = (ours(args[0]) - out).abs() > 0.5 * ours.scale
+                quotient = args[0] / ours.scale
+                from_border = (quotient - quotient.floor() - 0.5).abs()
+                count = int((differing & (from_border >= ties)).sum())
                 differ[name] = differ.get(name, 0) + count
 
         return hook

@@ -282,3 +282,30 @@ def test_attention_that_does_more_is_refused() -> None:
         assert torch.equal(model(**batch).logits, expected)
     with pytest.raises(torchq.errors.QuantizationError, match="AttentionInterface"):
         torchq.hugging_face.attend_in_modules_(torch.nn.Linear(2, 2), batch)
+
+
+def test_what_attention_cannot_give_is_named_and_nothing_changes() -> None:
+    model, batch = bert()
+    model.set_attn_implementation("eager")
+    model.eval()
+    names = [name for name, _ in model.named_modules()]
+    asking = {**batch, "output_attentions": True}
+    with pytest.raises(
+        torchq.errors.QuantizationError, match=r"returns \d+ tensors in"
+    ):
+        torchq.hugging_face.attend_in_modules_(model, asking)
+    assert [name for name, _ in model.named_modules()] == names
+    with torch.no_grad():
+        assert model(**asking).attentions
+
+    def failing(*_: Any) -> None:
+        raise ValueError("no other attention")
+
+    model.set_attn_implementation = failing
+    with pytest.raises(ValueError, match="no other attention"):
+        torchq.hugging_face.attend_in_modules_(model, batch)
+    assert [name for name, _ in model.named_modules()] == names
+    del model.set_attn_implementation
+    torchq.quantize_(model, progress=False)
+    with pytest.raises(torchq.errors.QuantizationError, match="is quantized; expected"):
+        torchq.hugging_face.attend_in_modules_(model, batch)

@@ -259,10 +259,10 @@ class Healing:
                 "nothing: neither 16 bits nor float bring the outputs nearer to float"
             )
         if self.wide >= self.as_float - _HEALED:
-            rule = f"Rule({layer!r}, input=QuantDescriptor(num_bits=16), weight=...)"
+            slots = "input=torchq.QuantDescriptor(16), weight=torchq.QuantDescriptor(axis=0)"
             return (
-                f"config.with_rules({rule}) where the target has such codes, else "
-                f"torchq.quantize_(model, config, exclude=[{layer!r}])"
+                f"config.with_rules(torchq.Rule({layer!r}, {slots})) where the target has such "
+                f"codes, else torchq.quantize_(model, config, exclude=[{layer!r}])"
             )
         return f"torchq.quantize_(model, config, exclude=[{layer!r}])"
 

@@ -305,7 +305,10 @@ def healings(
 
 def _wider(quantizer: TensorQuantizer) -> TensorQuantizer:
     """Return a quantizer of the same range with codes of 16 bits."""
-    wide = TensorQuantizer(quantizer.descriptor.replace(num_bits=2 * BYTE, amax=None))
+    same = quantizer.descriptor.replace(amax=None, amin=None, learn_amax=False)
+    wide = TensorQuantizer(
+        same.replace(num_bits=2 * BYTE), device=quantizer.amax.device
+    )
     wide.range = quantizer.range
     return wide
 

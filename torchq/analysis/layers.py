@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
+from torchq.graph.operators import LAYERS
 from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
 from torchq.nn.calls.modules import RoutedModule
 from torchq.nn.calls.routes import site_descriptors
@@ -124,23 +125,26 @@ def channel_axes(module: nn.Module) -> dict[int, tuple[int, ...]]:
 
 
 def layers_with_weights(model: nn.Module) -> dict[int, nn.Module]:
-    """Return the layers that read an input through a quantizer, by the id of that quantizer."""
+    """Return convolutions and linear layers, by the id of the quantizer of their input."""
     layers: dict[int, nn.Module] = {}
     for module in model.modules():
         quantizer = getattr(module, "input_quantizer", None)
-        weight = getattr(module, "weight", None)
-        has_matrix = isinstance(weight, Tensor) and weight.dim() > 1
-        if isinstance(quantizer, TensorQuantizer) and has_matrix:
+        if isinstance(module, LAYERS) and isinstance(quantizer, TensorQuantizer):
             layers.setdefault(id(quantizer), module)
     return layers
 
 
 def largest_of_channels(layer: nn.Module, x: Tensor) -> Tensor:
-    """Return the largest magnitude of each channel of an input of a layer, (channels,)."""
-    dims = cast(Tensor, layer.weight).dim()
-    # Behind the samples; the last axis for matrices, which may have more axes in front.
-    axis = x.dim() - (1 if dims == 2 else dims - 1)
-    return x.movedim(axis, 0).flatten(1).abs().amax(1)
+    """Return the largest magnitude of each channel of an input of a layer, (channels,).
+
+    Args:
+        layer: a convolution or a linear layer.
+        x: its input, with or without a dimension of samples.
+    """
+    is_linear = isinstance(layer, nn.Linear)
+    spatial = 0 if is_linear else cast(Tensor, layer.weight).dim() - 2
+    channels = x.movedim(x.dim() - 1 - spatial, 0)
+    return channels.reshape(len(channels), -1).abs().amax(1)
 
 
 def active_quantizers(model: nn.Module) -> list[TensorQuantizer]:

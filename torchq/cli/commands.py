@@ -145,17 +145,20 @@ def _check(args: argparse.Namespace) -> None:
     if args.report:
         check_path(args.report)
     if args.export:
-        _check_has_files(args)
-    if args.export and _own_writer(args) is None:
+        _check_export(args)
+    read_metric(args)
+
+
+def _check_export(args: argparse.Namespace) -> None:
+    """Raise an error where the file cannot be written, or the one that runs it is not here."""
+    _check_has_files(args)
+    has_own_writer = _own_writer(args) is not None
+    if not has_own_writer:
         for package in reference_runtime().packages:
             import_optional(package, "--export")
-        if _is_emulated(args) and isinstance(
-            runtime := runtime_of(args.target), Engine
-        ):
-            runtime.check()
-    elif args.export and isinstance(runtime := runtime_of(args.target), Engine):
+    runtime = runtime_of(args.target)
+    if isinstance(runtime, Engine) and (has_own_writer or _is_emulated(args)):
         runtime.check()
-    read_metric(args)
 
 
 def _check_has_files(args: argparse.Namespace) -> None:

@@ -10,7 +10,7 @@ Reference: transformers, AttentionInterface (docs/source/en/attention_interface.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -23,6 +23,7 @@ from torchq.graph import call_model, results_in, with_copies
 from torchq.nn import ScaledDotProductAttention
 from torchq.utils import RandomState, network_of, untouched
 from torchq.utils.optional import import_optional
+from torchq.workflow import is_quantized
 
 __all__ = ["CHILD", "attend_in_modules_", "has_attention", "route_attention_"]
 
@@ -60,27 +61,32 @@ def attend_in_modules_(model: nn.Module, example: object) -> list[str]:
         MissingExtraError: transformers is not installed.
     """
     model = network_of(model)
-    layers = _layers(model)
-    if not (layers and hasattr(model, "set_attn_implementation")):
+    if is_quantized(model):
+        raise QuantizationError(
+            f"{_WHERE}: {type(model).__name__}: is quantized; expected a float model, since plans "
+            "name the modules of attention. Call torchq.restore_(model) first"
+        )
+    if not has_attention(model):
         raise QuantizationError(
             f"{_WHERE}: {type(model).__name__}: has no layer that takes its attention from "
             "transformers' AttentionInterface; expected a model of transformers. Other forwards "
             "that call scaled_dot_product_attention need nothing"
         )
     before = _results(model, example)
+    layers = _layers(model)
+    new = [layer for layer in layers.values() if not hasattr(layer, CHILD)]
     configs = _settings(model)
-    route_attention_(model)
     try:
+        route_attention_(model)
         problem = _difference(before, _results(model, example))
+        if problem:
+            raise QuantizationError(
+                f"{_WHERE}: {type(model).__name__}: {problem}; expected what its own attention "
+                "gives. Leave its attention in float"
+            )
     except Exception:
-        _take_back(layers, configs)
+        _take_back(new, configs)
         raise
-    if problem:
-        _take_back(layers, configs)
-        raise QuantizationError(
-            f"{_WHERE}: {type(model).__name__}: {problem}; expected what its own attention gives. "
-            "Leave its attention in float"
-        )
     return list(layers)
 
 
@@ -93,7 +99,7 @@ def route_attention_(model: nn.Module) -> None:
     """Do what :func:`attend_in_modules_` does without comparing anything."""
     _register()
     for layer in _layers(model).values():
-        if CHILD not in dict(layer.named_children()):
+        if not hasattr(layer, CHILD):
             layer.add_module(CHILD, ScaledDotProductAttention())
     model.set_attn_implementation(_IMPLEMENTATION)  # type: ignore[operator]
 
@@ -115,11 +121,12 @@ def _settings(model: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
 
 
 def _take_back(
-    layers: Mapping[str, nn.Module],
+    layers: Iterable[nn.Module],
     configs: Iterable[tuple[dict[str, Any], dict[str, Any]]],
 ) -> None:
-    for layer in layers.values():
-        delattr(layer, CHILD)
+    for layer in layers:
+        if hasattr(layer, CHILD):
+            delattr(layer, CHILD)
     for attributes, before in configs:
         attributes.clear()
         attributes.update(before)
@@ -135,6 +142,8 @@ def _results(model: nn.Module, example: object) -> list[Tensor]:
 
 def _difference(before: list[Tensor], after: list[Tensor]) -> str:
     """Return by how much results differ, if that is more than rounding; else ""."""
+    if len(before) != len(after):
+        return f"returns {len(after)} tensors instead of {len(before)}"
     for number, (expected, result) in enumerate(zip(before, after, strict=True)):
         finite = expected.isfinite()
         if not torch.equal(finite, result.isfinite()):

@@ -7,6 +7,7 @@ models. The layers of this file add projections and quantizers.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any, ClassVar, cast
 
@@ -52,21 +53,29 @@ def _excluded(mask: Tensor) -> Tensor:
     return mask if mask.dtype is torch.bool else mask == -torch.inf
 
 
-#: ``multiply(of_first, first, of_second, second, place)``: the matrix product of two tensors that
-#: two quantizers quantize; without the first one that tensor is quantized already.
-Products = Callable[[nn.Module | None, Tensor, nn.Module, Tensor, str], Tensor]
+@dataclass(frozen=True, eq=False)
+class Product:
+    """A matrix product of attention, before its operands are quantized.
 
+    Attributes:
+        of_first: the quantizer of the first operand; None where it is quantized already.
+        first: (..., L, D).
+        of_second: the quantizer of the second operand.
+        second: (..., D, S).
+        place: "scores", "result", or "masked result" where rows without a key follow.
+    """
 
-def _quantized_product(
-    of_first: nn.Module | None,
-    first: Tensor,
-    of_second: nn.Module,
-    second: Tensor,
-    place: str,
-) -> Tensor:
-    quantized = first if of_first is None else of_first(first)
-    product: Tensor = quantized @ of_second(second)
-    return product
+    of_first: nn.Module | None
+    first: Tensor
+    of_second: nn.Module
+    second: Tensor
+    place: str
+
+    def simulated(self) -> Tensor:
+        """Return the product of the quantized operands."""
+        first = self.first if self.of_first is None else self.of_first(self.first)
+        product: Tensor = first @ self.of_second(self.second)
+        return product
 
 
 class IntegerProducts(QuantModule):
@@ -74,22 +83,13 @@ class IntegerProducts(QuantModule):
 
     gives_float_results = True
 
-    def product_of(
-        self,
-        of_first: nn.Module | None,
-        first: Tensor,
-        of_second: nn.Module,
-        second: Tensor,
-        place: str,
-    ) -> Tensor:
+    def product_of(self, product: Product) -> Tensor:
         """Return a product of :func:`attend`, of codes where a kernel has it."""
-        of_codes: Any = self.softmax_quantizer if of_first is None else of_first
-        factors = (of_codes, first), (of_second, second)
-        to = self.reader_of_result() if place == "result" else None
-        result = integer_matmul(self, factors, place, to=to)
-        if result is not None:
-            return result
-        return _quantized_product(of_first, first, of_second, second, place)
+        of_first: Any = product.of_first or self.softmax_quantizer
+        factors = (of_first, product.first), (product.of_second, product.second)
+        to = self.reader_of_result() if product.place == "result" else None
+        result = integer_matmul(self, factors, product.place, to=to)
+        return product.simulated() if result is None else result
 
     def reader_of_result(self) -> nn.Module | None:
         """Return the quantizer that the second product is rounded for; None leaves it float."""
@@ -105,24 +105,23 @@ def attend(
     unattended: Tensor | None,
     dropout_p: float,
     scale: float,
-    multiply: Products = _quantized_product,
+    multiply: Callable[[Product], Tensor] = Product.simulated,
 ) -> tuple[Tensor, Tensor]:
     """Return attention (..., L, D) and its weights (..., L, S), with quantized operands.
 
     The quantizers are those of the scaled query (..., L, D), the transposed key (..., S, D), the
     value (..., S, D) and the softmax; the mask is added to the scores. Rows that are
-    ``unattended``, bools (..., L, 1), have no key: their weights and results are 0. The second
-    product is at the place "result", or "masked result" where such rows follow.
+    ``unattended``, bools (..., L, 1), have no key: their weights and results are 0.
     """
     of_query, of_key, of_value, of_weights = quantizers
     # The key is transposed before it is quantized: a Transpose between DequantizeLinear and MatMul
     # would keep runtimes from fusing them.
     turned = key.transpose(-2, -1)
-    scores = multiply(of_query, query * scale, of_key, turned, "scores")
+    scores = multiply(Product(of_query, query * scale, of_key, turned, "scores"))
     weights = (scores if mask is None else scores + mask).softmax(-1)
     weights = of_weights(F.dropout(weights, dropout_p) if dropout_p else weights)
     place = "result" if unattended is None else "masked result"
-    result = multiply(None, weights, of_value, value, place)
+    result = multiply(Product(None, weights, of_value, value, place))
     if unattended is None:
         return result, weights
     # Behind the product, so that nothing stands between the softmax and its quantizer.
@@ -151,16 +150,9 @@ class ProjectedAttention(nn.Module):
     bias_k: Tensor | None
     bias_v: Tensor | None
 
-    def product_of(
-        self,
-        of_first: nn.Module | None,
-        first: Tensor,
-        of_second: nn.Module,
-        second: Tensor,
-        place: str,
-    ) -> Tensor:
+    def product_of(self, product: Product) -> Tensor:
         """Return a product of :func:`attend`."""
-        return _quantized_product(of_first, first, of_second, second, place)
+        return product.simulated()
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
         """Return the projections (N, length, embed_dim) of the inputs (N, length, width)."""
