@@ -281,6 +281,52 @@ def test_an_average_made_before_calibration_has_no_ranges_until_it_gets_some(
     average.update_parameters(model)
 
 
+class OwnCalls(nn.Module):
+    """Calls functions with weights of its own, two in one forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 4))
+        self.back = nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = nn.functional.linear(x, self.weight)
+        return nn.functional.linear(hidden, self.back)
+
+
+class OtherLayers(nn.Module):
+    """Weights whose channels have another axis, and several weights in a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ConvTranspose1d(4, 8, 3)
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.lstm(self.up(x).transpose(1, 2))[0]
+        return self.attention(hidden, hidden, hidden)[0]
+
+
+OTHERS = {"own calls": (OwnCalls, (3, 4)), "other layers": (OtherLayers, (2, 4, 6))}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("build", "shape"), OTHERS.values(), ids=OTHERS)
+def test_averages_of_other_layers_made_before_calibration_raise_nothing(
+    build: type[nn.Module], shape: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    model = build().eval()
+    x = torch.randn(shape)
+    torchq.quantize_(model, example=x, progress=False)
+    average = AveragedModel(model)
+    torchq.calibrate(model, [x], progress=False)
+    average.update_parameters(model)
+    average.module.load_state_dict(model.state_dict())
+    assert torch.equal(average(x), model(x))
+
+
 @torch.no_grad()
 def test_an_average_made_before_calibration_can_be_calibrated_itself() -> None:
     model = quantized()

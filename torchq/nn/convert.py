@@ -200,8 +200,7 @@ class QuantModule(nn.Module):
                 quantizer = TensorQuantizer(descriptor, mode=mode, device=device)
             self.add_module(f"{slot}_quantizer", quantizer.train(self.training))
         self.on_convert()
-        for quantizer, weight in self.quantized_weights():
-            quantizer.expect_range(weight.shape)
+        self.expect_ranges()
 
     def detach_quantizers(self) -> None:
         """Remove the quantizers; called by :func:`revert_`."""
@@ -219,6 +218,11 @@ class QuantModule(nn.Module):
             quantizer = getattr(self, f"{slot}_quantizer")
             if isinstance(quantizer, TensorQuantizer):
                 yield quantizer, cast(Tensor, getattr(self, slot))
+
+    def expect_ranges(self) -> None:
+        """Give unknown ranges of weights their dimensions; see TensorQuantizer.expect_range."""
+        for quantizer, weight in self.quantized_weights():
+            quantizer.expect_range(weight.shape)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any

@@ -313,7 +313,18 @@ def carry_out_(model: nn.Module, plan: Plan) -> None:
     _check_placed(model, plan)
     _set_modes(model, plan)
     name_quantizers(model)
+    _expect_ranges(model)
     _give_to_kernels(model, plan)
+
+
+def _expect_ranges(model: nn.Module) -> None:
+    """Give ranges of weights their dimensions where calls of a forward read them.
+
+    A layer does so itself; what holds quantizers of calls does not know the weight.
+    """
+    for module in model.modules():
+        if isinstance(module, QuantModule):
+            module.expect_ranges()
 
 
 def _give_to_kernels(model: nn.Module, plan: Plan) -> None:
