@@ -210,6 +210,9 @@ class TensorQuantizer(core.TensorQuantizer):
     def amax(self, value: Any) -> None:
         self._set("_amax", value)
 
+    def expect_range(self, shape: torch.Size) -> None:
+        """Do nothing: ``_amax`` does not exist until it is known."""
+
     @property
     def pre_quant_scale(self) -> Tensor | None:
         """The factor on the input, used also when disabled; or None."""
