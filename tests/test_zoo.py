@@ -16,9 +16,12 @@ from torchq.swap import Plan, plan_of
 models = pytest.importorskip("torchvision.models")
 
 # Larger models are the same blocks, repeated; they would need most of the time.
-MAX_PARAMETERS = 30_000_000
+MAX_PARAMETERS = 12_000_000
 # Else there would be none of their family.
-KEPT = {"alexnet", "maxvit_t", "vgg11_bn", "vit_b_32"}
+KEPT = {
+    *("alexnet", "convnext_tiny", "efficientnet_v2_s", "inception_v3", "maxvit_t"),
+    *("resnet50", "swin_t", "swin_v2_t", "vgg11_bn", "vit_b_32"),
+}
 RANDOM = (
     "uniform_",
     "normal_",

@@ -144,6 +144,7 @@ def test_the_correction_makes_nothing_worse(name: str) -> None:
 #: They take long, and others of the same library, or test_zoo.py, have their forwards.
 REPEATED = {
     "torchvision/alexnet",
+    "torchvision/convnext_tiny",
     "torchvision/deeplabv3_mobilenet_v3_large",
     "torchvision/densenet121",
     "torchvision/fcn_resnet50",
@@ -154,10 +155,12 @@ REPEATED = {
     "torchvision/maxvit_t",
     "torchvision/mc3_18",
     "torchvision/r2plus1d_18",
+    "torchvision/r3d_18",
     "torchvision/regnet_x_400mf",
     "torchvision/resnext50_32x4d",
     "torchvision/ssd300_vgg16",
     "torchvision/swin3d_t",
+    "torchvision/swin_t",
     "torchvision/vgg11_bn",
     "torchvision/wide_resnet50_2",
 }

@@ -359,8 +359,9 @@ def forward_digests(model: nn.Module, plan: Plan) -> dict[str, str]:
 
 def _check_forwards(model: nn.Module, plan: Plan) -> None:
     """Raise QuantizationError where a forward is not the one that the plan was made for."""
+    modules = dict(model.named_modules())
     for path, digest in plan.forwards.items():
-        module = dict(model.named_modules()).get(path)
+        module = modules.get(path)
         if module is not None and forward_digest(module) != digest:
             raise QuantizationError(
                 f"{path or '(root)'}: {class_name(module)}: {CHANGED}"
