@@ -307,3 +307,43 @@ def test_layers_keep_the_quantizers_that_an_operator_shared(
     assert plan.decision("second").bias == model.second.bias_format == ""
     assert plan.decision("first").rounded_by == model.first.rounded_by == ""
     assert plan.decision("real").bias == model.real.bias_format == "int32"
+
+
+class OneByOne(Spectrum):
+    """Takes a single sample."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.shape[0] == 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("network", "calls"),
+    # In float, along errors and quantized: in one run each of two batches together, or apart.
+    [(Spectrum, 3), (OneByOne, 6)],
+)
+def test_small_batches_are_ranked_together_where_the_model_takes_them(
+    network: type[nn.Module], calls: int
+) -> None:
+    model = network().eval()
+    batches = list(torch.cat(sounds(0.2))[:8].split(1))
+    torchq.quantize_(
+        model,
+        target="onnxruntime",
+        example=batches[0],
+        exclude="quant_add",
+        progress=False,
+    )
+    torchq.calibrate(model, batches, correct=False, progress=False)
+    names = [d.name for d in optional_operators(plan_of(model))]
+    sizes: list[int] = []
+
+    def note(module: nn.Module, args: tuple[Tensor, ...], result: Tensor) -> None:
+        sizes.append(args[0].shape[0])
+
+    runs = Runs(model, batches, None)
+    with model.register_forward_hook(note), torch.no_grad():
+        samples = added_operators._some_samples(runs, len(batches))
+        ranked = added_operators.rank_operators(runs, names, samples)
+    assert ranked.by == "gradients"
+    assert len(sizes) == calls and sum(sizes) == 6

@@ -236,7 +236,10 @@ class _Held:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._attributes = [(module, dict(vars(module))) for module in modules]
-        self._containers: dict[int, tuple[Any, Any]] = {}
+        #: Those that hold something, with a copy, and the empty ones, which most are: each object
+        #: that is made here brings the next round of the garbage collector nearer.
+        self._filled: dict[int, tuple[Any, Any]] = {}
+        self._empty: dict[int, Any] = {}
         self._generators: list[tuple[Callable[[Any], object], Any]] = []
         self.tensors: dict[int, Tensor] = {}
         self._nested = 0
@@ -245,15 +248,21 @@ class _Held:
         for _, values in self._attributes:
             for value in values.values():
                 if isinstance(value, (dict, list, set, collections.deque)):
-                    self._containers[id(value)] = (value, _copy_of(value))
+                    self._copy(value)
         for _, values in self._attributes:
             for name, value in values.items():
                 if name in _OF_MODULES:
                     continue
-                if id(value) in self._containers:
+                if id(value) in self._filled:
                     self._note_items(value)
-                else:
+                elif id(value) not in self._empty:
                     self._note(value)
+
+    def _copy(self, container: Any) -> None:
+        if container:
+            self._filled[id(container)] = container, container.copy()
+        else:
+            self._empty[id(container)] = container
 
     def _note(self, value: object) -> None:
         """Enter a value, if it is a container or a tensor, and what is in it."""
@@ -275,11 +284,12 @@ class _Held:
             self._note_container(vars(value))
 
     def _note_container(self, value: Any) -> None:
-        if id(value) in self._containers or self._nested > _MOST_OBJECTS:
+        is_noted = id(value) in self._filled or id(value) in self._empty
+        if is_noted or self._nested > _MOST_OBJECTS:
             return
         self._nested += 1
         if not isinstance(value, tuple):
-            self._containers[id(value)] = (value, _copy_of(value))
+            self._copy(value)
         self._note_items(value)
 
     def _note_items(self, value: Any) -> None:
@@ -291,18 +301,14 @@ class _Held:
         for module, values in self._attributes:
             vars(module).clear()
             vars(module).update(values)
-        for value, content in self._containers.values():
-            if not value and not content:
-                continue
+        for value in self._empty.values():
+            if value:
+                value.clear()
+        for value, content in self._filled.values():
             value.clear()
             (value.update if isinstance(value, (dict, set)) else value.extend)(content)
         for set_state, state in self._generators:
             set_state(state)
-
-
-def _copy_of(container: Any) -> Any:
-    """Return what a container holds; most of those of a module, its hooks, are empty."""
-    return container.copy() if container else ()
 
 
 #: What every module has, and in which no forward keeps results: children have attributes of their

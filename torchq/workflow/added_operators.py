@@ -42,7 +42,7 @@ from torchq.graph import (
 from torchq.nn import Tap, TensorQuantizer, quantizing_only
 from torchq.nn.convert import unchanged_on_error
 from torchq.nn.integer_kernel import kernels_off
-from torchq.runtime import Runtime, runtime_with
+from torchq.runtime import runtime_with
 from torchq.swap.apply import keep_as_plan, plan_of
 from torchq.swap.optional import Replanning, optional_operators, replan_
 from torchq.swap.plan import Plan
@@ -56,7 +56,6 @@ from torchq.utils import (
 )
 from torchq.workflow.modes import quantizers
 from torchq.workflow.runs import (
-    NO_BATCH,
     Comparison,
     NoiseSums,
     Runs,
@@ -74,6 +73,8 @@ _BATCHES = 4
 _PART = 32
 #: Of how many samples of a batch one is compared, for the same reason.
 _EIGHTH = 8
+#: Samples of several batches that run together at most.
+_TOGETHER = 16
 #: Random directions of the outputs: more did not rank better on a network of 58 operators.
 _DIRECTIONS = 3
 #: By how much operators that stay quantized may raise the root of the noise over the signal, which
@@ -164,12 +165,14 @@ class Sample:
         kwargs: keyword arguments.
         count: the samples in it; None where no dimension of all tensors counts them.
         exact: what the float model returns for it.
+        batches: of how many batches it holds a part.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     count: int | None
     exact: Sequence[Tensor] = ()
+    batches: int = 1
 
     def call(self, model: nn.Module) -> list[Tensor]:
         """Run a model on a copy of it, simulated; return the floating-point results.
@@ -182,6 +185,13 @@ class Sample:
             results = results_in(model(*args, **kwargs))
         start.restore()
         return results
+
+    def with_results(self, model: nn.Module) -> Sample:
+        """Return this with what the float model gives for it, if it is not known yet."""
+        if self.exact:
+            return self
+        with quantizing_only(quantizers(model).values()):
+            return replace(self, exact=self.call(model))
 
 
 def arguments_of(runs: Runs, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -214,12 +224,13 @@ def _some_samples(runs: Runs, count: int) -> list[Sample]:
 
     def step(number: int, batch: Any) -> None:
         wanted = max(_SAMPLES[0], min(_SAMPLES[1], count * _size(batch) // _PART))
-        parts = min(count, _BATCHES, wanted)
+        # A run of two samples takes little longer than one of a single sample.
+        parts = min(count, _BATCHES, -(-wanted // min(2, max(1, _size(batch)))))
         if number < parts and all(sample.count for sample in samples):
             samples.append(_sample(runs, batch, -(-wanted // parts)))
 
     runs.again(step, min(count, _BATCHES))
-    return samples
+    return _together(runs.model, samples)
 
 
 def _samples_of_all(runs: Runs, count: int) -> list[Sample]:
@@ -233,7 +244,7 @@ def _samples_of_all(runs: Runs, count: int) -> list[Sample]:
             samples.append(_sample(runs, batch, few))
 
     runs.again(step, count)
-    return samples
+    return _together(runs.model, samples)
 
 
 def _size(batch: Any) -> int:
@@ -248,17 +259,56 @@ def _sample(runs: Runs, batch: Any, most: int) -> Sample:
     sizes = {t.shape[0] if t.dim() else None for t in tensors_in((args, kwargs))}
     size = sizes.pop() if len(sizes) == 1 else None
     if size is None or size <= most:
-        return _with_results(runs.model, Sample(args, kwargs, size))
+        return Sample(args, kwargs, size)
     few_args, few_kwargs = map_tensors((args, kwargs), lambda tensor: tensor[:most])
+    few = Sample(few_args, few_kwargs, most)
     try:
-        return _with_results(runs.model, Sample(few_args, few_kwargs, most))
+        return few.with_results(runs.model)
     except Exception:  # whatever a model raises that takes batches of one size alone
-        return _with_results(runs.model, Sample(args, kwargs, None))
+        return Sample(args, kwargs, None)
 
 
-def _with_results(model: nn.Module, sample: Sample) -> Sample:
-    with quantizing_only(quantizers(model).values()):
-        return replace(sample, exact=sample.call(model))
+def _together(model: nn.Module, samples: Sequence[Sample]) -> list[Sample]:
+    """Return samples of several batches as few that a model takes, with its results in float.
+
+    Where it computes with a handful of samples, a run takes about as long as with a single one.
+    """
+    joined: list[Sample] = []
+    for sample in samples:
+        if joined and _may_join(joined[-1], sample):
+            joined[-1] = _joined(joined[-1], sample)
+        else:
+            joined.append(sample)
+    if len(joined) < len(samples):
+        try:
+            return [sample.with_results(model) for sample in joined]
+        except (
+            Exception
+        ):  # whatever a model raises that takes batches of one size alone
+            joined = list(samples)
+    return [sample.with_results(model) for sample in joined]
+
+
+def _may_join(one: Sample, other: Sample) -> bool:
+    """Return True for few samples that differ in nothing but the numbers of their tensors."""
+    if one.count is None or other.count is None or one.kwargs or other.kwargs:
+        return False
+    pairs = list(zip(one.args, other.args, strict=False))
+    are_alike = len(one.args) == len(other.args) and all(
+        isinstance(x, Tensor)
+        and isinstance(y, Tensor)
+        and (x.shape[1:], x.dtype) == (y.shape[1:], y.dtype)
+        for x, y in pairs
+    )
+    return are_alike and one.count + other.count <= _TOGETHER
+
+
+def _joined(one: Sample, other: Sample) -> Sample:
+    pairs = zip(one.args, other.args, strict=True)
+    args = tuple(torch.cat(pair) for pair in pairs)
+    assert one.count is not None and other.count is not None
+    batches = one.batches + other.batches
+    return Sample(args, {}, one.count + other.count, batches=batches)
 
 
 def _noise(samples: Sequence[Sample], results: Sequence[Sequence[Tensor]]) -> float:
@@ -490,16 +540,16 @@ class _Joined:
 def rank_operators(
     runs: Runs,
     names: Sequence[str],
-    count: int,
+    samples: Sequence[Sample],
     group: dist.ProcessGroup | None = None,
 ) -> OperatorChoice:
     """Estimate what each of some operators adds to the noise at the outputs of a model.
 
     Args:
-        runs: a calibrated model, in eval mode, and its batches, of which the first is read.
+        runs: a calibrated model, in eval mode.
         names: the paths of the operators.
-        count: how many batches calibration has read.
-        group: processes that get the same numbers, means over their first batches.
+        samples: a few of its batches; none on a rank without a batch.
+        group: processes that get the same numbers, means over their samples.
 
     Returns:
         A choice that leaves nothing in float yet; without numbers where the outputs cannot be
@@ -508,7 +558,6 @@ def rank_operators(
     model = runs.model
     operators = {name: model.get_submodule(name) for name in names}
     joined = _Joined(runs, group)
-    samples = _some_samples(runs, count)
 
     def measure(quantized: Iterable[str]) -> float:
         in_float = [m for name, m in operators.items() if name not in set(quantized)]
@@ -586,10 +635,11 @@ def choose_operators_(
     names = _names(model, plan)
     if runtime is None or not names:
         return OperatorChoice()
-    choice = rank_operators(runs, names, count, group)
+    samples = _some_samples(runs, count)
+    choice = rank_operators(runs, names, samples, group)
     worst = worst_operators(choice)
     if worst:
-        changed = _replanned(runs, plan, runtime, worst, group)
+        changed = _replanned(model, plan, worst, samples, group)
         choice = _tried(runs, count, choice, changed, worst, group)
     if not choice.left_float:
         # What stays quantized is not open any more.
@@ -612,7 +662,8 @@ def costly_operators(
     if not names:
         return OperatorChoice()
     with evaluating(model), torch.no_grad():
-        ranked = rank_operators(Runs(model, batches, forward), names, count)
+        runs = Runs(model, batches, forward)
+        ranked = rank_operators(runs, names, _some_samples(runs, count))
     return replace(ranked, advised=worst_operators(ranked))
 
 
@@ -651,32 +702,27 @@ def _with_noise(plan: Plan, choice: OperatorChoice) -> Plan:
 
 
 def _replanned(
-    runs: Runs,
+    model: nn.Module,
     plan: Plan,
-    runtime: Runtime,
     names: Sequence[str],
+    samples: Sequence[Sample],
     group: dist.ProcessGroup | None,
 ) -> Plan:
     """Return the plan with some operators in float, on all ranks that of the first with a batch."""
-    planned: list[Plan | None] = []
-
-    def step(number: int, batch: Any) -> None:
-        if batch is NO_BATCH:
-            planned.append(None)
-            return
-        example = as_example(runs.model, *arguments_of(runs, batch))
-        replanning = Replanning.of(runs.model, plan, runtime, example)
-        planned.append(replanning.without(names))
-
-    runs.again(step, 1, group)
+    planned: Plan | None = None
+    if samples:
+        runtime = runtime_with(plan.target, plan.settings)
+        assert runtime is not None
+        example = as_example(model, samples[0].args, samples[0].kwargs)
+        planned = Replanning.of(model, plan, runtime, example).without(names)
     if group is not None:
-        joined: list[Any] = [None] * dist.get_world_size(group)
-        own = None if planned[0] is None else planned[0].to_dict()
-        dist.all_gather_object(joined, own, group=group)
-        first = next(entry for entry in joined if entry is not None)
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        own = None if planned is None else planned.to_dict()
+        dist.all_gather_object(gathered, own, group=group)
+        first = next(entry for entry in gathered if entry is not None)
         return Plan.from_dict(first)
-    assert planned[0] is not None
-    return planned[0]
+    assert planned is not None
+    return planned
 
 
 def _tried(
@@ -698,7 +744,8 @@ def _tried(
         with unchanged_on_error(model):
             replan_(model, _with_noise(plan, choice))
             for sample, old in zip(samples, before, strict=True):
-                sums.add(sample.exact, old, sample.call(model))
+                new = sample.call(model)
+                sums.add(sample.exact, old, new, sample.batches)
             outputs = sums.comparison(group, device_of(model))
             choice = replace(choice, outputs=outputs)
             if not choice.gain >= _LEAST_GAIN:

@@ -197,9 +197,10 @@ class NoiseSums:
         reference: Sequence[Tensor],
         before: Sequence[Tensor],
         after: Sequence[Tensor],
+        batches: int = 1,
     ) -> None:
-        """Add the results of one batch, those of equal shape."""
-        self.batches += 1
+        """Add the results of one batch, or of parts of several, those of equal shape."""
+        self.batches += batches
         for number, (exact_output, old, new) in enumerate(
             zip(reference, before, after, strict=False)
         ):
