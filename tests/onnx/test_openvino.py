@@ -228,6 +228,58 @@ def test_masks_of_large_numbers_leave_the_scores_their_digits(
     assert agreement(model, x, path) > ALIKE_DB
 
 
+class Vanishing(nn.Module):
+    """Branches that are added to codes of values up to 1e-6."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(8, 8, 3)
+        self.left = nn.Conv2d(8, 8, 3, padding=1)
+        self.right = nn.Conv2d(8, 8, 3, padding=1)
+        self.last = nn.Conv2d(8, 8, 1)
+        with torch.no_grad():
+            self.first.weight.mul_(1e-6)
+            for layer in self.children():
+                layer.bias.mul_(1e-6)  # type: ignore[operator]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        total = x + self.left(x)
+        return self.last(total + self.right(total))
+
+
+def test_sums_keep_codes_whose_values_vanish(path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1, 8, 10, 10)
+    assert agreement(quantized(Vanishing().eval(), x), x, path) > ALIKE_DB
+
+
+class ReadTwice(nn.Module):
+    """A layer without a bias whose result is quantized for two others, and returned in float."""
+
+    def __init__(self, first: nn.Module) -> None:
+        super().__init__()
+        self.first = first
+        self.left = nn.Conv2d(8, 8, 1)
+        self.right = nn.Conv2d(8, 8, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.first(x)
+        return self.left(x) + self.right(x), x
+
+
+@pytest.mark.parametrize("groups", [1, 8])
+def test_results_without_a_bias_are_quantized_beside_float(
+    groups: int, path: Path
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1, 8, 10, 10)
+    first = nn.Conv2d(8, 8, 3, groups=groups, bias=False)
+    model = quantized(ReadTwice(first).eval(), x)
+    assert agreement(model, x, path) > ALIKE_DB
+    assert torchq.verify_onnx(model, path, [x], progress=False).ok
+
+
 #: Average pooling over padding that counts.
 AVERAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "padded": lambda a, b: F.avg_pool2d(a, 3, 1, 1) + b,

@@ -18,6 +18,7 @@ from torchq.onnx.ir import (
     computed_by,
     data_type,
     is_constant,
+    is_output,
     names,
     nodes_of,
     readers,
@@ -58,6 +59,7 @@ _TRANSPARENT = names(
     "QuantizeLinear DequantizeLinear Relu Clip MaxPool AveragePool Reshape Transpose Slice Split "
     "Squeeze Unsqueeze Flatten Pad Resize Identity Concat"
 )
+_MOVING = _TRANSPARENT - names("QuantizeLinear DequantizeLinear Concat")
 #: What OpenVINO may make a part of the layer behind it.
 _AFFINE = names("Add Sub Mul Div BatchNormalization QuantizeLinear DequantizeLinear")
 _PRODUCTS = names("MatMul Gemm")
@@ -212,6 +214,38 @@ def _largest_factor(node: Node) -> float:
     return float((sizes.reciprocal() if node.op_type == "Div" else sizes).max())
 
 
+#: An offset of codes up to here is lost; measured: 1.0e-5.
+_LOST_OFFSET = 2e-5
+
+
+def separate_small_terms(model: Model) -> None:
+    """Keep terms whose codes have a tiny offset out of the kernels of convolutions.
+
+    OpenVINO 2026.4 computes a sum of a convolution and codes in one kernel. It makes signed codes
+    unsigned, and drops the offset that this adds where it is below 1e-5 in the units of the values:
+    the sum is off by half of all codes. So networks are computed whose activations vanish, as those
+    of random weights do, and branches that training has switched off.
+
+    Before: DequantizeLinear of codes with such an offset -> what moves elements -> Add or Sub.
+    After: Max(x, x), which is x, stands in front of the Add or Sub.
+    """
+    for node in nodes_of(model, "Add", "Sub"):
+        for operand in dict.fromkeys(node.inputs):
+            value = operand
+            while (moved := computed_by(value, *_MOVING)) is not None:
+                value = moved.inputs[0]
+            quantize = _quantizer_of(value)
+            if quantize is not None and 0 < _offset(quantize) < _LOST_OFFSET:
+                separate(operand, node)
+
+
+def _offset(quantize: Node) -> float:
+    """Return how far the least code is below 0, in the units of the values."""
+    qparams = qparams_of(quantize)
+    offset = qparams.zero_point - qparams.quant_min
+    return float((offset * qparams.scale).max())
+
+
 def _counts_padding(pool: Node) -> bool:
     padded = (
         any(attribute(pool, "pads", ()))
@@ -225,16 +259,21 @@ def _is_nonnegative(value: Value) -> bool:
     moved = computed_by(value, "Concat", "MaxPool")
     if moved is not None:
         return all(map(_is_nonnegative, moved.inputs))
-    dequantize = computed_by(value, "DequantizeLinear")
-    quantize = (
-        None
-        if dequantize is None
-        else computed_by(dequantize.inputs[0], "QuantizeLinear")
-    )
-    if quantize is None or not is_constant(quantize.inputs[1]):
+    quantize = _quantizer_of(value)
+    if quantize is None:
         return computed_by(value, "Relu") is not None
     qparams = qparams_of(quantize)
     return qparams.has_zero_point(qparams.quant_min)
+
+
+def _quantizer_of(value: Value) -> Node | None:
+    """Return the QuantizeLinear with a stored scale whose codes a value has."""
+    dequantize = computed_by(value, "DequantizeLinear")
+    if dequantize is None:
+        return None
+    quantize = computed_by(dequantize.inputs[0], "QuantizeLinear")
+    is_stored = quantize is not None and is_constant(quantize.inputs[1])
+    return quantize if is_stored else None
 
 
 def _of_images(node: Node) -> bool:
@@ -269,23 +308,25 @@ def own_zero_points(model: Model) -> None:
 
 
 def _unequal_biases(model: Model) -> None:
-    """Give linear layers whose results are quantized a bias with two values at least.
+    """Give layers whose results are quantized a bias with two values at least.
 
     OpenVINO 2026.4 makes one kernel of a product of two dimensions and the quantization of its
     result. Where that kernel has no bias, or one number for all channels, it reads memory that
-    nobody has written, with one thread and fixed shapes.
+    nobody has written, with one thread and fixed shapes. The codes of a convolution without a bias
+    are all 0 where something else reads the result too, before it is quantized.
 
-    Before: Gemm or MatMul -> Relu or nothing -> QuantizeLinear, without a bias, or with equal ones.
+    Before: Gemm or MatMul -> Relu or nothing -> QuantizeLinear, or Conv -> QuantizeLinear and
+    others, without a bias, or with equal ones.
     After: The bias of the first channel is the next larger number of float32, or 1e-30 if it was 0.
     """
-    for node in nodes_of(model, "Gemm", "MatMul"):
+    for node in nodes_of(model, "Gemm", "MatMul", "Conv"):
         weight = weight_of(node)
-        result = node.outputs[0]
-        if weight is None or not leads_only_to_quantizers(result, "Relu", "Clip"):
+        if weight is None or not _needs_a_bias(node):
             continue
         bias = node.inputs[2] if len(node.inputs) > 2 else None
         codes = value_of(weight.inputs[0])
-        width = codes.shape[0 if attribute(node, "transB", 0) else -1]
+        has_outputs_first = node.op_type == "Conv" or attribute(node, "transB", 0)
+        width = codes.shape[0 if has_outputs_first else -1]
         old = torch.zeros(width, dtype=torch.float32, device="cpu")
         if bias is not None:
             old = (
@@ -295,14 +336,25 @@ def _unequal_biases(model: Model) -> None:
             continue
         name = f"{pair_name(weight)}{_UNEQUAL}"
         stored = add_initializer(node.graph, name, _with_another_first(old))
-        if node.op_type == "Gemm":
+        if node.op_type != "MatMul":
             node.resize_inputs(3)
             node.replace_input_with(2, stored)
         else:
+            result = node.outputs[0]
             uses = list(result.uses())
             total = add_node(node, "Add", [result, stored], f"{name}/added")
             for user, index in uses:
                 user.replace_input_with(index, total)
+
+
+def _needs_a_bias(node: Node) -> bool:
+    """Return True if OpenVINO quantizes the result of a layer wrongly that has no bias."""
+    result = node.outputs[0]
+    if node.op_type != "Conv":
+        return leads_only_to_quantizers(result, "Relu", "Clip")
+    kinds = [user.op_type for user in readers(result)]
+    is_read_in_float = is_output(result) or len(set(kinds)) > 1
+    return is_read_in_float and "QuantizeLinear" in kinds
 
 
 def _with_another_first(bias: Tensor) -> Tensor:

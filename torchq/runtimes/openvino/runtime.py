@@ -35,6 +35,7 @@ from torchq.runtimes.openvino.passes import (
     separate_pairs,
     separate_reductions,
     separate_scaled_terms,
+    separate_small_terms,
     unequal_biases,
     unsigned_codes,
 )
@@ -57,6 +58,7 @@ _FILE = FileRules(
         own_zero_points,
         separate_reductions,
         separate_scaled_terms,
+        separate_small_terms,
         unequal_biases,
     ),
     checks=(
