@@ -28,6 +28,8 @@ from torchq.onnx.ir import (
 
 #: Ends the names of quantized weights that are stored as the float values of their codes.
 FLOAT_WEIGHT = "/float weight"
+#: In the names of convolutions that a runtime computes averages with.
+AVERAGE = "/average"
 _RECORD = "torchq"
 _FLOAT8 = {"FLOAT8E4M3FN": "e4m3", "FLOAT8E5M2": "e5m2"}
 
@@ -174,6 +176,11 @@ def stored_weight(value: Value) -> Node | None:
     """Return the DequantizeLinear that computes ``value`` if it reads stored codes."""
     node = computed_by(value, "DequantizeLinear")
     return node if node is not None and is_constant(node.inputs[0]) else None
+
+
+def is_average(node: Node) -> bool:
+    """Return True for a convolution of a file that computes an average over windows."""
+    return AVERAGE in str(node.name) and node.op_type == "Conv"
 
 
 def write_record(model: Model, **entries: object) -> None:

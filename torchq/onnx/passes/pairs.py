@@ -222,3 +222,18 @@ def insert_pair(node: Node, parameters: list[Value]) -> None:
     )
     for user, index in users:
         user.replace_input_with(index, value)
+
+
+def clip_beyond(node: Node, quantize: Node) -> Value:
+    """Add a Clip behind a node, with ends that no code of a QuantizeLinear stands for.
+
+    It changes no value of these codes, and keeps what is in front of it apart from what is behind.
+    """
+    qparams = qparams_of(quantize)
+    most = float(qparams.scale.max()) * 2.0**qparams.format.bits
+    name = fresh_name(node.graph, f"{node.name}/whole")
+    ends = [
+        add_initializer(node.graph, f"{name}/{end}", torch.tensor(number))
+        for end, number in (("low", -most), ("high", most))
+    ]
+    return add_node(node, "Clip", [node.outputs[0], *ends], name)

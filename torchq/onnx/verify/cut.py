@@ -15,7 +15,6 @@ from torchq.onnx.ir import (
     Model,
     Node,
     Value,
-    add_initializer,
     add_node,
     computed_by,
     is_output,
@@ -25,12 +24,14 @@ from torchq.onnx.ir import (
     replace_value,
     save_model,
 )
+from torchq.onnx.passes.pairs import clip_beyond
 from torchq.onnx.qdq import element_type, qparams_of, quantizer_nodes
 from torchq.onnx.verify.exposed import ExposedFile, Ran
 from torchq.runtime import Runtime
 
 Run = Callable[[Mapping[str, Tensor]], list[Tensor]]
 _BYTE = 8
+_OF_ONE_GRID = ("Sigmoid", "HardSigmoid", "Tanh")
 _TYPES = {
     "UINT8": torch.uint8,
     "INT8": torch.int8,
@@ -163,7 +164,7 @@ def cut(
         dequantize = computed_by(value, "DequantizeLinear")
         converted = dequantize and computed_by(dequantize.inputs[0], "QuantizeLinear")
         if not converted:
-            graph.outputs.append(_as_output(model, node, ranks[name]))
+            graph.outputs.append(_as_output(node))
             computed.append(Computed(name, None, qparams_of(node)))
             continue
         wide = converted.outputs[0]
@@ -178,38 +179,25 @@ def cut(
     return computed
 
 
-def _as_output(model: Model, node: Node, rank: int) -> Value:
-    """Return the codes of a quantizer, those of 16 bits behind an operator that changes nothing.
+def _as_output(node: Node) -> Value:
+    """Return the codes of a quantizer, those of sigmoids behind an operator that changes nothing.
 
-    The emulator gives a Sigmoid or HardSigmoid of 16 bits whose codes leave the graph the scale
-    1 / 65535, whatever its own is. With an operator behind, as in whole files, it has its own: a
-    Relu where no code is below 0, as a Reshape is moved in front of a HardSigmoid.
+    The emulator gives a sigmoid of 16 bits whose codes leave the graph the scale 1 / 65535,
+    whatever its own is. With an operator behind, as in whole files, it has its own.
     """
     codes = node.outputs[0]
-    if codes.dtype.bitwidth <= _BYTE:
+    is_wide = codes.dtype.bitwidth > _BYTE
+    if not is_wide or computed_by(node.inputs[0], *_OF_ONE_GRID) is None:
         return codes
     parameters = list(node.inputs[1:])
     name = f"{codes.name}/kept"
     value = add_node(node, "DequantizeLinear", [codes, *parameters], f"{name}/value")
-    producer = value.producer()
-    if _has_no_negatives(node):
-        same = add_node(producer, "Relu", [value], f"{name}/same")
-    else:
-        # Zeros stand for the sizes that there are.
-        sizes = torch.zeros(rank, dtype=torch.int64)
-        shape = add_initializer(model.graph, f"{name}/shape", sizes)
-        same = add_node(producer, "Reshape", [value, shape], f"{name}/same")
+    same = clip_beyond(value.producer(), node)
     again = add_node(
         same.producer(), "QuantizeLinear", [same, *parameters], f"{name}/codes"
     )
     again.type = codes.type
     return again
-
-
-def _has_no_negatives(node: Node) -> bool:
-    point = qparams_of(node).zero_point
-    is_unsigned = element_type(node).name.startswith("U")
-    return is_unsigned and point is not None and not bool(point.any())
 
 
 def _input_of(name: str) -> str:

@@ -24,7 +24,7 @@ from torchq.onnx.ir import (
     readers,
     save_model,
 )
-from torchq.onnx.qdq import FLOAT_WEIGHT, pair_name, qparams_of
+from torchq.onnx.qdq import FLOAT_WEIGHT, is_average, pair_name, qparams_of
 from torchq.runtime import Runtime, open_session, reference_runtime
 from torchq.utils import progress_bar
 
@@ -246,7 +246,7 @@ def behind(value: Value | None, share: float = SHARE) -> Behind:
             if is_constant(node.inputs[0]):
                 layers[pair_name(node).removesuffix(".weight_quantizer")] = None
             continue
-        if node.op_type in _AVERAGES:
+        if node.op_type in _AVERAGES or is_average(node):
             share = max(share, AVERAGE_SHARE)
         elif node.op_type in _MERGED:
             share = max(share, MERGED_SHARE)

@@ -11,6 +11,7 @@ from torchq.functional import QParams
 from torchq.onnx.ir import (
     Model,
     Node,
+    are_constant,
     attribute,
     computed_by,
     input_at,
@@ -25,8 +26,9 @@ from torchq.onnx.ir import (
 )
 from torchq.onnx.passes.constants import fold_shapes
 from torchq.onnx.passes.convolutions import fold_pads
-from torchq.onnx.passes.pairs import insert_pair
-from torchq.onnx.qdq import qparams_of
+from torchq.onnx.passes.pairs import clip_beyond, insert_pair
+from torchq.onnx.qdq import element_type, qparams_of
+from torchq.runtimes.checks import LAYERS
 from torchq.utils.optional import import_optional
 
 #: They move elements, or choose some: the codes of a result are codes of what they read.
@@ -34,6 +36,10 @@ _MOVES = names(
     "Reshape Flatten Squeeze Unsqueeze Transpose Slice DepthToSpace SpaceToDepth MaxPool Expand"
 )
 _CLIPS = names("Relu Clip")
+#: What the provider joins with the layer behind it, or gives a grid of its own, where it has 16
+#: bits.
+_JOINED = names("Sigmoid HardSigmoid Tanh LayerNormalization")
+_WIDE = 16
 
 
 def quantize_before_moves(model: Model) -> None:
@@ -63,6 +69,42 @@ def quantize_before_activations(model: Model) -> None:
             _quantize_input(node)
 
 
+def separate_layers(model: Model) -> None:
+    """Let layers read 16-bit codes of some operators behind another one, which changes no code.
+
+    The provider gives sigmoids and tanh of 16 bits one grid for all networks, and the layer behind
+    them a bias for the grid of the file. A norm is joined with the layer behind it, and wrongly
+    for a single image.
+
+    Before: Sigmoid, HardSigmoid, Tanh or LayerNormalization -> a pair of 16 bits -> a layer.
+    After: the same operator -> the pair -> Clip beyond the ends of its grid -> a pair of the same
+    grid -> the layer.
+    """
+    for node in nodes_of(model, *_JOINED):
+        for quantize in readers(node.outputs[0]):
+            if quantize.op_type != "QuantizeLinear" or not _is_wide(quantize):
+                continue
+            for dequantize in readers(quantize.outputs[0]):
+                users = readers(dequantize.outputs[0])
+                if any(user.op_type in LAYERS for user in users):
+                    _read_apart(dequantize, quantize)
+
+
+def _is_wide(quantize: Node) -> bool:
+    return are_constant(quantize.inputs[1:]) and (
+        int(element_type(quantize).bitwidth) == _WIDE
+    )
+
+
+def _read_apart(dequantize: Node, quantize: Node) -> None:
+    """Let readers of a pair read its values behind a Clip that cuts none, and the pair again."""
+    users = list(dequantize.outputs[0].uses())
+    whole = clip_beyond(dequantize, quantize)
+    for user, index in users:
+        user.replace_input_with(index, whole)
+    insert_pair(whole.producer(), list(quantize.inputs[1:]))
+
+
 def _is_move(node: Node) -> bool:
     if node.op_type == "Pad":
         # Zeros are codes of any grid with a zero point.
@@ -87,11 +129,12 @@ def _grid_behind(node: Node) -> Node | None:
     if not all(is_constant(value) for user in users for value in user.inputs[1:]):
         return None
     first = qparams_of(users[0])
-    same = all(_is_one_grid(first, qparams_of(user)) for user in users)
+    same = all(is_one_grid(first, qparams_of(user)) for user in users)
     return users[0] if same and first.scale.numel() == 1 else None
 
 
-def _is_one_grid(first: QParams, other: QParams) -> bool:
+def is_one_grid(first: QParams, other: QParams) -> bool:
+    """Return True if two grids have the same codes for the same values."""
     scales = torch.equal(first.scale, other.scale)
     points = torch.equal(first.zero_point, other.zero_point)
     return scales and points and first.format == other.format

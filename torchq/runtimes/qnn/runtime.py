@@ -48,9 +48,15 @@ from torchq.runtimes.onnx_engine import OnnxEngine, file_of
 from torchq.runtimes.onnxruntime import inspect_onnx
 from torchq.runtimes.qnn.bounds import bound_of
 from torchq.runtimes.qnn.context import write_context
+from torchq.runtimes.qnn.convolutions import (
+    average_by_convolutions,
+    scale_by_convolutions,
+    widen_kernels,
+)
 from torchq.runtimes.qnn.passes import (
     quantize_before_activations,
     quantize_before_moves,
+    separate_layers,
     with_fixed_shapes,
 )
 from torchq.runtimes.qnn.rules import (
@@ -90,10 +96,14 @@ _PLACEMENT = Placement(
 _CODES = Codes(stored="unsigned", widths=(8, 16), fitted=True)
 _FILE = FileRules(
     passes=(
-        fit_biases,
         quantize_before_moves,
+        average_by_convolutions,
+        scale_by_convolutions,
+        widen_kernels,
+        fit_biases,
         quantize_before_activations,
         give_operators_one_width,
+        separate_layers,
     ),
     checks=(
         partial(
