@@ -19,7 +19,7 @@ from torchq.nn.correction import corrected_layers
 from torchq.onnx.qdq import quantizer_nodes
 from torchq.runtime import LayerBound, open_session
 from torchq.runtimes import Qnn
-from torchq.runtimes.qnn.bounds import OLD_SHARE, bound_of
+from torchq.runtimes.qnn.bounds import BOUNDS, OLD_SHARE, OLD_STEPS, bound_of
 
 np = pytest.importorskip("numpy")
 onnx = pytest.importorskip("onnx")
@@ -263,7 +263,7 @@ def codes_of(
         )
         for name, scale in reads.items()
     ]
-    operands = ["a"] if operator in ("Softmax", "GRU", "Relu") else ["a", "b"]
+    operands = ["a"] if operator in ("Softmax", "GRU", "LSTM", "Relu") else ["a", "b"]
     operands = ["a", "weight"] if stored else operands
     nodes += [
         helper.make_node(operator, operands, ["y"]),
@@ -294,11 +294,29 @@ def codes_of(
         (codes_of("MatMul", to=0.2), 0.13, 1),
         (codes_of("MatMul", to=0.2, stored=True), 0.05, 1),
         (codes_of("Softmax", to=0.1), 0.15, 2),
+        (codes_of("GRU", to=0.1), 0.60, 1),
+        (codes_of("LSTM", to=0.1), 0.80, 2),
         (codes_of("MatMul", to=0.2, stored=True, dtype="uint16"), 1.0, 28),
+        (codes_of("Add", to=0.2, dtype="uint16"), 1.0, 28),
+        (codes_of("Mul", to=0.2, dtype="uint16"), 1.0, 64),
+        (codes_of("Softmax", to=0.2, dtype="uint16"), 1.0, 192),
+        (codes_of("MatMul", to=0.2, dtype="uint16"), 1.0, 400),
     ],
 )
 def test_the_bounds_of_layers_stand_in_one_table(
     quantize: Any, share: float, steps: int
 ) -> None:
     assert bound_of(quantize, is_old=False) == LayerBound(share, steps)
-    assert bound_of(quantize, is_old=True) == LayerBound(max(share, OLD_SHARE), steps)
+    old = bound_of(quantize, is_old=True)
+    is_wide = steps > 2
+    assert old.share == max(share, OLD_SHARE)
+    assert old.steps == (max(steps, OLD_STEPS) if is_wide else steps)
+
+
+def test_the_page_has_the_table_of_bounds() -> None:
+    page = Path(__file__).parents[2] / "docs" / "platforms.md"
+    lines = page.read_text("utf-8").splitlines()
+    for row in BOUNDS:
+        share = "all" if row.share == 1 else f"{100 * row.share:.0f} %"
+        start = f"| {row.what} | {share} | {row.steps} |"
+        assert any(line.startswith(start) for line in lines), start
