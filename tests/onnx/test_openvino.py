@@ -87,12 +87,13 @@ PATTERNS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def quantized(model: nn.Module, x: Tensor) -> nn.Module:
+def quantized(model: nn.Module, x: Tensor, symmetric: bool | None = None) -> nn.Module:
     """Return a calibrated model with weights of 7 bits.
 
-    No kernel overflows with these. OpenVINO's do for 8 bits on CPUs without VNNI.
+    No kernel overflows with these. OpenVINO's do for 8 bits on CPUs without VNNI. Without
+    ``symmetric`` ranges have the form that the target wants.
     """
-    config = torchq.recipes.int8(reduce_range=True)
+    config = torchq.recipes.int8(reduce_range=True, symmetric=symmetric)
     return calibrated(model, x, config=config, target="openvino", example=x)
 
 
@@ -111,13 +112,17 @@ def agreement(model: nn.Module, x: Tensor, path: Path, **options: Any) -> float:
     return sqnr(compiled(path, x), torch.as_tensor(run_file(path, x)[0]))
 
 
-def net_agreement(pattern: Callable[[Tensor, Tensor], Tensor], path: Path) -> float:
+def net_agreement(
+    pattern: Callable[[Tensor, Tensor], Tensor],
+    path: Path,
+    symmetric: bool | None = None,
+) -> float:
     """Return the agreement of a :class:`Net` with random weights on a random image."""
     torch.manual_seed(0)
     x = torch.randn(1, 8, 10, 10)
     model = Net(pattern).eval()
     model(x)
-    return agreement(quantized(model, x), x, path)
+    return agreement(quantized(model, x, symmetric), x, path)
 
 
 #: Sums alone: above 130 dB each, and below 45 dB where both operands are quantized.
@@ -138,9 +143,12 @@ def test_sums_are_rounded_as_in_the_file(name: str, path: Path) -> None:
 
 
 @pytest.mark.sample(7)
+@pytest.mark.parametrize("symmetric", [None, True])
 @pytest.mark.parametrize("name", PATTERNS)
-def test_concatenated_tensors_are_read_right(name: str, path: Path) -> None:
-    assert net_agreement(PATTERNS[name], path) > ALIKE_DB
+def test_concatenated_tensors_are_read_right(
+    name: str, symmetric: bool | None, path: Path
+) -> None:
+    assert net_agreement(PATTERNS[name], path, symmetric) > ALIKE_DB
 
 
 #: Results of reductions whose quantization OpenVINO would compute in the same kernel.
@@ -173,6 +181,53 @@ class Tokens(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.pattern(self.left(x), self.right(x)))
+
+
+class Gelus(nn.Module):
+    """A convolution and two linear layers that read GELU, whose values lie from -0.17 on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(8, 16, 3, padding=1)
+        self.second = nn.Conv2d(16, 16, 3, padding=1)
+        self.third = nn.Linear(16, 32)
+        self.last = nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.gelu(self.second(F.gelu(self.first(x))))
+        return self.last(F.gelu(self.third(x.flatten(2).transpose(1, 2))))
+
+
+def integer_layers(path: Path, x: Tensor) -> list[str]:
+    """Return the precision of what the layers of a compiled file read, in no order."""
+    core = openvino.Core()
+    model = core.read_model(str(path))
+    model.reshape(list(x.shape))
+    compiled = core.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    kinds = {"Convolution", "FullyConnected", "MatMul"}
+    rows = [node.get_rt_info() for node in compiled.get_runtime_model().get_ops()]
+    return [
+        str(row["runtimePrecision"].value)
+        for row in rows
+        if str(row["layerType"].value) in kinds
+    ]
+
+
+def test_values_of_unequal_signs_have_a_zero_point_and_run_on_integers(
+    path: Path,
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1, 8, 6, 6)
+    model = quantized(Gelus().eval(), x)
+    for layer in (model.second, model.third, model.last):
+        assert layer.input_quantizer.descriptor.unsigned is True
+        _, zero_point = layer.input_quantizer.calculate_qparams()
+        # 0.17 of a range of a few units lies below 0.
+        assert 0 < int(zero_point) < 128
+    assert agreement(model, x, path) > ALIKE_DB
+    with torch.no_grad():
+        assert sqnr(compiled(path, x), model(x)) > ALIKE_DB
+    assert integer_layers(path, x) == ["u8"] * 4
 
 
 JOINED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -366,7 +421,7 @@ def test_concatenations_that_no_layer_reads_keep_signed_codes(
 ) -> None:
     torch.manual_seed(0)
     x = torch.randn(1, 8, 10, 10)
-    model = quantized(Dense(norm).eval(), x)
+    model = quantized(Dense(norm).eval(), x, symmetric=True)
     assert agreement(model, x, path) > ALIKE_DB
     (node,) = nodes_of(load_model(path), "Concat")
     pairs = [computed_by(value, "DequantizeLinear") for value in node.inputs]

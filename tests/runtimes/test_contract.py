@@ -65,7 +65,7 @@ CASES = {
         "output is not quantized",
     ),
     "openvino": Case(
-        ("uint8", 0), ("int8", 0), ("Conv", "Gemm"), unfused, "a BatchNorm follows"
+        ("uint8", 0), ("uint8", None), ("Conv", "Gemm"), unfused, "a BatchNorm follows"
     ),
     "qnn": Case(
         ("uint8", 0),

@@ -63,6 +63,10 @@ _MOVING = _TRANSPARENT - names("QuantizeLinear DequantizeLinear Concat")
 #: What OpenVINO may make a part of the layer behind it.
 _AFFINE = names("Add Sub Mul Div BatchNormalization QuantizeLinear DequantizeLinear")
 _PRODUCTS = names("MatMul Gemm")
+#: What moves elements of tokens, or cuts them at 0.
+_MOVING = names(
+    "Relu Clip Reshape Transpose Slice Split Squeeze Unsqueeze Flatten Identity Concat"
+)
 
 
 def unsigned_codes(model: Model) -> None:
@@ -98,6 +102,46 @@ def unsigned_codes(model: Model) -> None:
     for node in nodes_of(model, "QuantizeLinear"):
         if shared_name(node) in shared:
             store_codes(node, signed=False)
+
+
+def separate_joined_tokens(model: Model) -> None:
+    """Let products read joined tokens behind a concatenation in float.
+
+    OpenVINO 2026.4 moves quantization across a Concat, with a zero point for each token then, and
+    does not compile a product that reads these.
+
+    Before: A Concat of another dimension than that of the features, whose result a product reads
+    as codes with a zero point.
+    After: Max(x, x), which is x, stands behind the Concat.
+    """
+    shapes = known_shapes(model)
+    for node in nodes_of(model, "Concat"):
+        if not _joins_features(node, shapes) and _is_read_with_zero_point(node):
+            separate(node.outputs[0])
+
+
+def _is_read_with_zero_point(node: Node) -> bool:
+    """Return True if a product reads a result of a node as codes that have a zero point."""
+    pending = [(node.outputs[0], False)]
+    seen = set()
+    while pending:
+        value, has_zero_point = pending.pop()
+        if (value, has_zero_point) in seen:
+            continue
+        seen.add((value, has_zero_point))
+        for user in readers(value):
+            if user.op_type in _PRODUCTS and has_zero_point:
+                return True
+            if user.op_type in _MOVING or user.op_type in _AFFINE:
+                has_one = user.op_type == "QuantizeLinear" and _has_zero_point(user)
+                pending.append((user.outputs[0], has_zero_point or has_one))
+    return False
+
+
+def _has_zero_point(quantize: Node) -> bool:
+    """Return True for a QuantizeLinear with another zero point than 0."""
+    is_known = is_constant(quantize.inputs[1])
+    return is_known and not qparams_of(quantize).has_zero_point(0)
 
 
 def _joins_features(node: Node, shapes: Mapping[str, Shape]) -> bool:

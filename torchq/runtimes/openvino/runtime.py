@@ -32,6 +32,7 @@ from torchq.runtimes.interface import ReadGraph, Run, Shapes
 from torchq.runtimes.onnx_engine import OnnxEngine
 from torchq.runtimes.openvino.passes import (
     own_zero_points,
+    separate_joined_tokens,
     separate_pairs,
     separate_reductions,
     separate_scaled_terms,
@@ -47,13 +48,13 @@ _PLACEMENT = Placement(
     operators=frozenset(["add", "mul", "cat", "pool", "matmul", "attention"]),
     modules=(MAX_POOLS, AVG_POOLS),
 )
-# The kernels of CPUs without AMX multiply uint8 by int8. Version 2026.4 refuses products of joined
-# tokens that have a zero point, so it has none unless a rule asks.
-_CODES = Codes()
+# The kernels of CPUs without AMX multiply uint8 by int8, and take zero points.
+_CODES = Codes(fitted=True)
 _FILE = FileRules(
     float_types=(torch.float32, torch.float16, torch.bfloat16),
     passes=(
         unsigned_codes,
+        separate_joined_tokens,
         separate_pairs,
         own_zero_points,
         separate_reductions,
