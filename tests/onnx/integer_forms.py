@@ -57,6 +57,20 @@ class Pooled(Form):
         return self.pool(x)
 
 
+class SkipThroughNothing(Form):
+    """A result that a layer reads, and an addition through modules that return their input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(WIDTH, WIDTH, 1)
+        self.branch = nn.Conv2d(WIDTH, WIDTH, 3, padding=1)
+        self.skip = nn.Sequential(nn.Identity(), nn.Dropout(0.1))
+
+    def operator(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        return F.dropout(self.branch(x), 0.1, self.training) + self.skip(x)
+
+
 class Rows(Form):
     """The same with rows of features in place of the second convolution."""
 
@@ -310,6 +324,7 @@ FORMS: dict[str, Case] = {
     "product": Case(Products, "quant_matmul", "QLinearMatMul"),
     "product, transposed": Case(ProductsTransposed, "quant_matmul", "QLinearMatMul"),
     "attention": Case(Attention, "quant_attention", "QLinearMatMul"),
+    "skip through nothing": Case(SkipThroughNothing, "layer", "QLinearConv"),
     "sum with images": Case(GateOfImages, "quant_add", "QLinearAdd"),
     "conv2d": Case(WeightedCall, "weight_call", "QLinearConv"),
     "conv2d, weights computed": Case(Standardized, "conv2d_call_0", "QLinearConv"),

@@ -16,6 +16,7 @@ from torch import fx, nn
 from torchq.descriptor import QuantDescriptor
 from torchq.formats import PerTensor
 from torchq.functional.windows import windows_of_call, windows_of_module
+from torchq.fusion.modules import is_plain
 from torchq.graph import (
     OPERATORS,
     Call,
@@ -24,7 +25,7 @@ from torchq.graph import (
     operator_named,
     operator_of,
 )
-from torchq.graph.operators import CONVOLUTIONS, LAYERS
+from torchq.graph.operators import CONVOLUTIONS, DROPOUTS, LAYERS
 from torchq.graph.values import adds_zeros
 from torchq.nn import (
     Add,
@@ -46,7 +47,8 @@ from torchq.swap.heads import (
 )
 from torchq.swap.plan import ALREADY, Decision, Plan, canonical_groups
 
-_MOVING_MODULES = (nn.Identity, nn.Dropout, nn.Flatten, nn.Unflatten)
+_MOVING_MODULES = (nn.Flatten, nn.Unflatten)
+_DROPOUT_FUNCTIONS = frozenset(["dropout", "dropout1d", "dropout2d", "dropout3d"])
 _PADDING_MODULES = (nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d)
 #: Products with, and sums of, stored numbers: exporters fold them into the convolution.
 _AFFINE = frozenset(["mul", "add"])
@@ -70,12 +72,15 @@ def is_depthwise(
 
 
 class View:
-    """The calls of the float run, in which operators that a plan leaves in float are functions."""
+    """The calls of the float run, as files have them.
+
+    Operators that a plan leaves in float are functions, and what does nothing is not there.
+    """
 
     def __init__(self, plan: Plan, facts: Facts) -> None:
         self._plan, self._facts = plan, facts
         assert facts.flow is not None
-        self.flow = _without_float_operators(plan, facts.flow)
+        self.flow = _as_files_have_it(plan, facts.flow)
 
     @cached_property
     def head(self) -> frozenset[int]:
@@ -122,26 +127,39 @@ class View:
         return self.flow.calls[index].stored
 
 
-def _without_float_operators(plan: Plan, flow: Flow) -> Flow:
+def _as_files_have_it(plan: Plan, flow: Flow) -> Flow:
     in_float = {
         d.name: d.class_name
         for d in plan.skipped
         if d.class_name in (*_FUNCTIONS, "Tap")
     }
-    if not in_float:
-        return flow
-    taps: dict[int, tuple[int, ...]] = {}
+    # What leaves nothing in a file -> the calls whose results it returns.
+    sources_of: dict[int, tuple[int, ...]] = {}
     calls = []
     for call in flow.calls:
-        inputs = tuple(source for i in call.inputs for source in taps.get(i, (i,)))
+        inputs = tuple(
+            source for i in call.inputs for source in sources_of.get(i, (i,))
+        )
         kind = in_float.get(call.name, "") if call.module is not None else ""
-        if kind == "Tap":
-            taps[call.index] = inputs
+        if kind == "Tap" or does_nothing(call):
+            sources_of[call.index] = inputs
+            inputs = ()
         elif kind:
             call = replace(call, name=_FUNCTIONS[kind], module=None)
-        calls.append(replace(call, inputs=() if kind == "Tap" else inputs))
-    outputs = frozenset(source for i in flow.outputs for source in taps.get(i, (i,)))
+        calls.append(replace(call, inputs=inputs))
+    outputs = frozenset(
+        source for i in flow.outputs for source in sources_of.get(i, (i,))
+    )
     return replace(flow, calls=tuple(calls), outputs=outputs)
+
+
+def does_nothing(call: Call) -> bool:
+    """Return True for a call that returns its input in a run in eval mode."""
+    if call.module is not None:
+        return is_plain(call.module, nn.Identity, *DROPOUTS)
+    is_dropout = call.name in _DROPOUT_FUNCTIONS and len(call.inputs) == 1
+    trains = call.options.get("training", call.arguments[1:2] != (False,))
+    return is_dropout and not trains
 
 
 def _operator(call: Call) -> str:
