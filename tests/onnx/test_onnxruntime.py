@@ -423,3 +423,23 @@ def test_no_constant_is_folded_into_a_weight_that_is_then_quantized_anew(
     model = averaged(Scaled(constants), path)
     report = torchq.verify_onnx(model, path, [IMAGES, IMAGES.flip(2)], progress=False)
     assert report.ok, str(report)
+
+
+class TokensOfImages(nn.Module):
+    """A convolution whose result a linear layer reads, place by place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Conv2d(3, 8, 2, stride=2)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.embed(x).flatten(2).transpose(1, 2))
+
+
+def test_a_convolution_in_front_of_moved_codes_is_no_float_one(path: Path) -> None:
+    """ONNX Runtime quantizes in front of moves itself, so an export has nothing to warn of."""
+    x = torch.randn(2, 3, 8, 8)
+    net = calibrated(TokensOfImages(), x, target="onnxruntime", example=x)
+    torchq.export_onnx(net, x, path, dynamo=False)
+    assert kinds(path).count("QLinearConv") == 1

@@ -34,7 +34,8 @@ from torchq.onnx.qdq import (
 from torchq.runtimes.checks import dequantized, weight_of
 
 _RESHAPES = ("Flatten", "Reshape", "Squeeze")
-_MOVES = (*_RESHAPES, "Transpose", "Unsqueeze")
+#: ONNX Runtime quantizes in front of these itself, and moves codes.
+MOVES = (*_RESHAPES, "Transpose", "Unsqueeze")
 
 
 def store_float_weights(model: Model) -> None:
@@ -108,7 +109,7 @@ def _quantizers_behind(value: Value) -> list[Node]:
     by itself, with one scale.
     """
     users = readers(value)
-    while len(users) == 1 and users[0].op_type in _MOVES and not is_output(value):
+    while len(users) == 1 and users[0].op_type in MOVES and not is_output(value):
         value = users[0].outputs[0]
         users = readers(value)
     only = not is_output(value) and all(

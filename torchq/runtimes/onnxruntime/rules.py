@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from torchq.onnx.ir import Model, Node, attribute, computed_by, nodes_of, readers
 from torchq.onnx.qdq import leads_only_to_quantizers
 from torchq.runtimes.checks import dequantized, has_quantized_weight, layer_name
+from torchq.runtimes.onnxruntime.pairs import MOVES
 
 #: What becomes of a convolution of codes in front of a BatchNorm: no kernel has both.
 IN_FLOAT = "computed in float"
+#: What may stand between a convolution and the quantizer that becomes a part of its kernel.
+_FUSED = ("Relu", "Clip", "Max", "Min")
 #: A linear layer returns floats from integers, and a transposed convolution has no such kernel.
 IN_FLOAT_FOR_NORMS = ("Conv",)
 
@@ -25,7 +28,7 @@ def check_float_outputs(model: Model) -> Iterator[str]:
             continue  # It is said of these once and for all.
         if _is_grouped(node) or any(map(_is_grouped, _behind_relu(node))):
             continue  # Float is the faster one; see ``quantize_results``.
-        if not leads_only_to_quantizers(node.outputs[0], "Relu", "Clip", "Max", "Min"):
+        if not leads_only_to_quantizers(node.outputs[0], *_FUSED, *MOVES):
             yield (
                 f"{layer_name(node)}: its output is not quantized, so it runs in float. "
                 "Last layers of a detector may, and those in front of operators that calibrate "

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torchq.errors import ExportError
 from torchq.lowering.kernel import saturates
+from torchq.runtimes.onnxruntime.weights_apart import with_weights_apart
 from torchq.utils.optional import import_optional
 
 log = logging.getLogger(__name__)
@@ -77,29 +78,17 @@ class Session:
         exact_products: bool = True,
     ) -> None:
         runtime = import_optional("onnxruntime", "torchq")
-        options = runtime.SessionOptions()
-        levels = runtime.GraphOptimizationLevel
-        level = levels.ORT_ENABLE_ALL if optimize else levels.ORT_DISABLE_ALL
-        if save_optimized is not None:
-            # ALL would add memory layouts of this machine.
-            level = levels.ORT_ENABLE_EXTENDED
-            options.optimized_model_filepath = str(save_optimized)
-            options.add_session_config_entry(
-                "session.optimized_model_external_initializers_file_name",
-                f"{save_optimized.name}.data",
-            )
-        options.graph_optimization_level = level
-        options.intra_op_num_threads = threads or torch.get_num_threads()
-        options.log_severity_level = 4  # Errors are raised; the log would repeat them.
-        open_file = partial(
-            runtime.InferenceSession, os.fspath(source), options, [provider]
-        )
+        new_options = partial(_options, runtime, optimize, save_optimized, threads)
         self.settings = ""
         try:
             if exact_products and saturates():
-                self._session, self.settings = _with_exact_products(open_file, options)
+                self._session, self.settings = _with_exact_products(
+                    runtime, os.fspath(source), new_options, provider
+                )
             else:
-                self._session = open_file()
+                self._session = runtime.InferenceSession(
+                    os.fspath(source), new_options(), [provider]
+                )
         except Exception as error:  # The exception classes of ONNX Runtime are private.
             fix = ""
             if "output_dtype" in str(error):
@@ -145,16 +134,51 @@ class Session:
         return [torch.from_numpy(array) for array in results]
 
 
-def _with_exact_products(open_file: Callable[[], Any], options: Any) -> tuple[Any, str]:
+def _options(
+    runtime: Any, optimize: bool, save_optimized: Path | None, threads: int | None
+) -> Any:
+    """Return new options of a session."""
+    options = runtime.SessionOptions()
+    levels = runtime.GraphOptimizationLevel
+    level = levels.ORT_ENABLE_ALL if optimize else levels.ORT_DISABLE_ALL
+    if save_optimized is not None:
+        # ALL would add memory layouts of this machine.
+        level = levels.ORT_ENABLE_EXTENDED
+        options.optimized_model_filepath = str(save_optimized)
+        options.add_session_config_entry(
+            "session.optimized_model_external_initializers_file_name",
+            f"{save_optimized.name}.data",
+        )
+    options.graph_optimization_level = level
+    options.intra_op_num_threads = threads or torch.get_num_threads()
+    options.log_severity_level = 4  # Errors are raised; the log would repeat them.
+    return options
+
+
+def _with_exact_products(
+    runtime: Any, path: str, new_options: Callable[[], Any], provider: str
+) -> tuple[Any, str]:
     """Return a session for CPUs without VNNI, and what is special about it."""
-    options.add_session_config_entry(EXACT_PRODUCTS, "1")
+    exact = new_options()
+    exact.add_session_config_entry(EXACT_PRODUCTS, "1")
+    setting = f" with {EXACT_PRODUCTS}=1"
     try:
-        return open_file(), f" with {EXACT_PRODUCTS}=1, as this CPU has no VNNI"
+        session = runtime.InferenceSession(path, exact, [provider])
+        return session, f"{setting}, as this CPU has no VNNI"
     except Exception as error:  # The exception classes of ONNX Runtime are private.
-        # It cannot do so where nodes share stored codes, as calls of one layer do.
-        options.add_session_config_entry(EXACT_PRODUCTS, "0")
         log.debug("%s: %s", EXACT_PRODUCTS, error)
+    graph = with_weights_apart(path)
+    if graph is not None:
+        try:
+            session = runtime.InferenceSession(graph, exact, [provider])
+            return (
+                session,
+                f"{setting} and weights copied for each of their calls, as this CPU has no VNNI",
+            )
+        except Exception as error:  # The exception classes of ONNX Runtime are private.
+            log.debug("%s: %s", EXACT_PRODUCTS, error)
+    # Options that had the setting once would print a warning as it is changed.
     return (
-        open_file(),
+        runtime.InferenceSession(path, new_options(), [provider]),
         ", whose products of 8-bit weights can overflow: this CPU has no VNNI",
     )
