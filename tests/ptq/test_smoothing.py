@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from torchq.errors import QuantizationError
+from torchq.errors import ConfigError, QuantizationError
 from torchq.ptq import smooth_
 
 
@@ -149,3 +149,89 @@ def test_factors_that_would_be_worse_than_none_are_left_out() -> None:
     assert report.groups[0].alpha is None and "none" in str(report)
     assert torch.equal(model[1].weight, before) and bool((model[0].weight == 1).all())
     assert report.groups[0].spread_before == report.groups[0].spread_after
+
+
+class Residual(nn.Module):
+    """A norm that a residual reads too, as in BERT, so that it cannot take factors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.q = nn.Linear(8, 16)
+        self.k = nn.Linear(8, 16)
+        self.out = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return y + self.out(self.q(y).tanh() * self.k(y))
+
+
+def residual() -> Any:
+    torch.manual_seed(0)
+    model = Residual().eval()
+    with torch.no_grad():
+        model.norm.weight[2] = 60.0
+    return model
+
+
+def smoothed_residual(target: str | None = None) -> Any:
+    model = residual()
+    # Weights of 7 bits: products of 8 overflow on CPUs without VNNI.
+    config = torchq.recipes.int8(reduce_range=True)
+    torchq.quantize_(model, config, target=target, example=batches()[0], progress=False)
+    report = smooth_(model, batches(), behind="anything", progress=False)
+    assert [group.layers for group in report.groups] == [("q", "k"), ("out",)]
+    torchq.calibrate(model, batches(), progress=False)
+    return model
+
+
+def test_quantizers_hold_factors_where_no_norm_can() -> None:
+    x = torch.cat(batches())
+    plain = residual()
+    torchq.quantize_(plain, torchq.recipes.int8(reduce_range=True), progress=False)
+    torchq.calibrate(plain, batches(), progress=False)
+    model = smoothed_residual()
+    factors = model.q.weight_quantizer.pre_quant_scale
+    assert torch.equal(factors, factors.log2().round().exp2()) and factors[0, 2] > 1
+    assert torch.equal(
+        model.q.input_quantizer.pre_quant_scale * factors, 0 * factors + 1
+    )
+    with torch.no_grad():
+        exact = residual()(x)
+        # The residual alone keeps the channel of 60, so the branch is what is compared.
+        branch = exact - residual().norm(x)
+        errors = [float((m(x) - exact).norm() / branch.norm()) for m in (plain, model)]
+        assert errors[1] < 0.7 * errors[0]
+        with torchq.disabled(model):
+            assert torch.equal(model(x), exact)
+    torchq.restore_(model)
+    with torch.no_grad():
+        assert torch.equal(model(x), exact)
+    state, before = model.state_dict(), residual().state_dict()
+    assert all(torch.equal(state[name], before[name]) for name in before)
+
+
+def test_a_file_holds_factors_that_quantizers_hold(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    x = torch.cat(batches())
+    model = smoothed_residual("onnxruntime")
+    torchq.export_onnx(
+        model, x, tmp_path / "model.onnx", target="onnxruntime", dynamo=False
+    )
+    report = torchq.verify_onnx(model, tmp_path / "model.onnx", [x], progress=False)
+    assert report.ok, str(report)
+    torchq.save(model, tmp_path / "model.pt")
+    loaded = torchq.load(residual(), tmp_path / "model.pt")
+    deployed = torchq.deploy(model, x, target="torch")
+    with torch.no_grad():
+        assert torch.equal(loaded(x), model(x))
+        # Sums of integers are exact, and scaled in another order than those of floats.
+        torch.testing.assert_close(deployed(x), model(x), rtol=1e-4, atol=1e-3)
+
+
+def test_layers_with_factors_are_left_alone_by_what_rounds_weights() -> None:
+    model = smoothed_residual()
+    report = torchq.ptq.gptq_(model, batches(), progress=False)
+    assert "multiplies it by factors" in report.skipped["q"]
+    with pytest.raises(ConfigError, match="got behind='all'; expected 'norms' or"):
+        smooth_(net(), batches(), behind="all", progress=False)  # type: ignore[arg-type]

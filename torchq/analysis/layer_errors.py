@@ -88,8 +88,7 @@ class QuantizerStatistics:
         """Add one call: what the quantizer was given, and what it returned."""
         if not x.numel():
             return
-        if self.quantizer.pre_quant_scale is not None:
-            x = x * self.quantizer.pre_quant_scale.to(x.dtype)
+        x = self.quantizer.scaled(x)
         self.noise.add(quantized, x)
         self.elements += x.numel()
         descriptor = self.quantizer.descriptor

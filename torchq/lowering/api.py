@@ -240,7 +240,9 @@ def _round_weights(module: QuantModule, reason: str, shared: set[int]) -> None:
                 )
         for quantizer, weight in module.quantized_weights():
             if _stores_weight(module, weight):
-                weight.copy_(quantizer(weight))
+                rounded = quantizer(weight)
+                # A quantizer that is off multiplies by its factors all the same.
+                weight.copy_(rounded / quantizer.scaled(torch.ones_like(weight)))
                 quantizer.mode = "off"
 
 

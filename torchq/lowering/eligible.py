@@ -80,8 +80,7 @@ def integer_weight(
         return "a quantizer has a delegate"
     if not d.fake_quant:
         return "a quantizer returns codes"
-    if quantizer.pre_quant_scale is not None:
-        weight = weight * quantizer.pre_quant_scale.to(weight.dtype)
+    weight = quantizer.scaled(weight)
     codes = quantizer.codes(weight)
     scale = quantizer.qparams(weight.detach().to(torch.float32)).scale
     scales = scale.flatten().expand(weight.shape[0])

@@ -204,8 +204,7 @@ class TensorQuantizer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` scaled, observed and quantized, as the switches say."""
-        if self.pre_quant_scale is not None:
-            x = x * self.pre_quant_scale.to(x.dtype)
+        x = self.scaled(x)
         if self._kept_grid is not None and are_plain_numbers(x):
             grid = self.fixed_grid()
             if grid is not None:
@@ -751,6 +750,11 @@ class TensorQuantizer(nn.Module):
                 "Use unsigned=False or 'auto', or leave it if that is meant",
                 stacklevel=3,
             )
+
+    def scaled(self, x: Tensor) -> Tensor:
+        """Return a tensor times ``pre_quant_scale``, as it is quantized."""
+        factors = self.pre_quant_scale
+        return x if factors is None else x * factors.to(x.dtype)
 
     def calibrate_on(self, x: Tensor, method: str | None = None) -> None:
         """Set the range from one tensor, such as a weight, which a method may search.

@@ -283,8 +283,7 @@ def _codes_of(model: nn.Module, batch: Any, where: str) -> dict[str, _Codes]:
     def note(path: str, args: Any, kwargs: Any, output: Any) -> None:
         quantizer = watched[path]
         x = args[0]
-        if quantizer.pre_quant_scale is not None:
-            x = x * quantizer.pre_quant_scale.to(x.dtype)
+        x = quantizer.scaled(x)
         qparams = quantizer.qparams()
         zero = qparams.zero_point
         zero_point = torch.zeros_like(qparams.scale) if zero is None else zero

@@ -318,8 +318,7 @@ class _LearnedRange:
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` fake quantized in the learned range."""
         q, d = self.quantizer, self.quantizer.descriptor
-        if q.pre_quant_scale is not None:
-            x = x * q.pre_quant_scale.to(x.dtype)
+        x = q.scaled(x)
         amax, amin = self.range().map(lambda end: end * (d.scale_amax or 1.0))
         return learned_fake_quantize(
             x, amax, d.format, d.granularity, d.block_scale_format, amin

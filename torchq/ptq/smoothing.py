@@ -1,5 +1,9 @@
 """SmoothQuant: move outliers of activation channels into the weights that read them.
 
+A norm in front takes the inverse factors where such layers alone read it. Elsewhere the quantizers
+of input and weight can hold them: both are powers of two then, so every product has the bits that
+it had, and the float model is the same one as long as the quantizers are off.
+
 Reference: Xiao et al., SmoothQuant: Accurate and Efficient Post-Training Quantization for Large
 Language Models (ICML 2023), section 4.
 """
@@ -13,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq.errors import ConfigError
+from torchq.formats import PerAxis, PerTensor
 from torchq.graph import Call, Flow, Forward, call_model, is_torch_leaf, record
 from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
 from torchq.ptq.layers import (
@@ -42,6 +47,10 @@ from torchq.workflow import quantizers
 from torchq.workflow.layer_matrices import channel_ranges, spread
 
 _ALPHAS = tuple(i / 10 for i in range(10))
+# Exponents of factors that quantizers hold: the largest float16 is 2**16.
+_EXPONENTS = 10
+# What stands for a norm where the quantizers hold the factors.
+_OF_QUANTIZERS = "its quantizer"
 # The relative change of a float32 output that is accepted.
 _TOLERANCE = 1e-4
 _REMEDY = "A norm may use its weight in another way than as a factor"
@@ -56,7 +65,7 @@ class SmoothedGroup:
 
     Attributes:
         layers: their paths.
-        source: path of the norm that took the inverse factors.
+        source: path of the norm that took the inverse factors, or that their quantizers did.
         alpha: the share of the difficulty that moved to the weights; None if nothing changed,
             because all factors would have made the error larger.
         spread_before: the largest over the median magnitude of the input channels.
@@ -100,6 +109,7 @@ def smooth_(
     batches: Iterable[Any],
     *,
     alpha: float | Literal["auto"] = "auto",
+    behind: Literal["norms", "anything"] = "norms",
     num_batches: int | None = None,
     forward: Forward | None = None,
     progress: bool = True,
@@ -112,12 +122,18 @@ def smooth_(
     inverse factors; layers without such a norm are left alone. The float output stays the same,
     which is verified on the first batch. A call that fails changes nothing.
 
+    With ``behind="anything"`` the quantizers of such other layers take the factors, as their
+    ``pre_quant_scale``: powers of two, so that the weights stay what they are and the model has its
+    float bits with the quantizers off. Files multiply the input of the layer then, and hold
+    the codes of the weight with its factors.
+
     Args:
         model: a quantized model that is not calibrated.
         batches: each holds the arguments of one call; see :func:`torchq.graph.call_arguments`.
         alpha: 0 leaves all difficulty in the activations, 1 moves all of it to the weights.
             ``"auto"`` searches 0.0, 0.1, ... 0.9 for each input, for the least error of the layers'
             outputs, and leaves an input as it is if all of these make the error larger.
+        behind: which layers are treated: those behind ``"norms"`` alone, or behind ``"anything"``.
         num_batches: the number of batches to read; default all.
         forward: called as ``forward(model, batch)`` in place of the model.
         progress: show a progress bar.
@@ -141,6 +157,10 @@ def smooth_(
     model = network_of(model)
     if alpha != "auto" and not (isinstance(alpha, (int, float)) and 0 <= alpha <= 1):
         raise ConfigError(f"smooth_: got alpha={alpha!r}; expected 0 to 1, or 'auto'")
+    if behind not in ("norms", "anything"):
+        raise ConfigError(
+            f"smooth_: got behind={behind!r}; expected 'norms' or 'anything'"
+        )
     check_not_calibrated("smooth_", model)
     kept_list = kept_batches("smooth_", batches, num_batches)
     with (
@@ -148,7 +168,7 @@ def smooth_(
         evaluating(model),
         quantizing_only(quantizers(model).values()),
     ):
-        groups, skipped = _find_groups(model, kept_list[0])
+        groups, skipped = _find_groups(model, kept_list[0], behind == "anything")
         check_found("smooth_", groups, skipped, "quantized Linear layers behind a norm")
         input_ranges = _observe_inputs(model, groups, kept_list, forward, progress)
 
@@ -157,8 +177,9 @@ def smooth_(
                 _smooth(group, input_ranges[group.names[0]], alpha) for group in groups
             ]
 
-        layers = [module for group in groups for module in (*group.layers, group.norm)]
-        most = largest_change(_TOLERANCE, layers)
+        layers = [module for group in groups for module in group.changed]
+        with_weights = [layer for group in groups for layer in group.layers]
+        most = largest_change(_TOLERANCE, with_weights)
         outputs = partial(float_outputs, model)
         smoothed, error = change_checked(
             change,
@@ -173,18 +194,35 @@ def smooth_(
 
 @dataclass(frozen=True)
 class _Group:
-    """Layers that read one tensor, and the norm that makes it for them alone; with their paths."""
+    """Layers that read one tensor, and the norm that makes it for them alone; with their paths.
+
+    Without a norm their quantizers take the factors.
+    """
 
     names: tuple[str, ...]
     layers: tuple[Any, ...]
     source: str
     norm: Any
 
+    @property
+    def changed(self) -> list[nn.Module]:
+        """The modules that factors change."""
+        if self.norm is not None:
+            return [*self.layers, self.norm]
+        return [
+            quantizer
+            for layer in self.layers
+            for quantizer in (layer.input_quantizer, layer.weight_quantizer)
+        ]
 
-def _find_groups(model: nn.Module, example: Any) -> tuple[list[_Group], dict[str, str]]:
+
+def _find_groups(
+    model: nn.Module, example: Any, by_quantizers: bool
+) -> tuple[list[_Group], dict[str, str]]:
     """Return the groups in running order, and the layers that cannot be treated.
 
-    The quantizers of ``model`` are off; ``example`` holds the arguments of one call.
+    The quantizers of ``model`` are off; ``example`` holds the arguments of one call. With
+    ``by_quantizers`` those of layers without a norm take the factors.
     """
     flow = record(model, example, _is_leaf)
     chosen: dict[tuple[int, ...], list[Call]] = {}
@@ -202,11 +240,17 @@ def _find_groups(model: nn.Module, example: Any) -> tuple[list[_Group], dict[str
     groups: list[_Group] = []
     for key, calls in chosen.items():
         source = _source(flow, key, calls)
-        if source is not None:
+        reason = ""
+        if source is None and by_quantizers:
+            reason = _why_no_factors(model, calls)
+            skipped |= {call.name: reason for call in calls if reason}
+        if source is not None or (by_quantizers and not reason):
             names, layers = zip(
                 *((call.name, call.module) for call in calls), strict=True
             )
-            groups.append(_Group(names, layers, source.name, source.module))
+            path = _OF_QUANTIZERS if source is None else source.name
+            norm = None if source is None else source.module
+            groups.append(_Group(names, layers, path, norm))
             skipped = {
                 name: reason for name, reason in skipped.items() if name not in names
             }
@@ -242,6 +286,30 @@ def _source(flow: Flow, key: tuple[int, ...], calls: list[Call]) -> Call | None:
         return None
     layer: Any = calls[0].module
     return source if norm.weight.shape[0] == layer.weight.shape[1] else None
+
+
+def _why_no_factors(model: nn.Module, calls: list[Call]) -> str:
+    """Return why the quantizers of layers that read one tensor cannot hold factors; "" if so."""
+    layers: list[Any] = [call.module for call in calls]
+    in_groups = {id(q) for layer in layers for q in _pair(layer)}
+    held = {id(layer) for layer in layers}
+    for module in model.modules():
+        children = {id(child) for child in module.children()}
+        if id(module) not in held and not children.isdisjoint(in_groups):
+            return "its input has the quantizer of another module too"
+    for layer in layers:
+        if not all(isinstance(q, TensorQuantizer) for q in _pair(layer)):
+            return "its weight is not quantized"
+        if any(q.pre_quant_scale is not None for q in _pair(layer)):
+            return "its quantizers have factors already"
+        granularity = layer.weight_quantizer.descriptor.granularity
+        if granularity not in (PerTensor(), PerAxis((0,))):
+            return "its weight has scales along its input channels"
+    return ""
+
+
+def _pair(layer: Any) -> tuple[Any, Any]:
+    return layer.input_quantizer, layer.weight_quantizer
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -299,21 +367,38 @@ def _smooth(group: _Group, inputs: _Inputs, asked: float | str) -> SmoothedGroup
     def factors(exponent: float | None) -> Tensor:
         if exponent is None:
             return torch.ones_like(columns)
-        return _channel_factors(inputs.largest, columns, exponent)
+        chosen = _channel_factors(inputs.largest, columns, exponent)
+        return chosen if group.norm is not None else _powers_of_two(chosen)
 
     alpha = (
         _best_alpha(group, inputs.samples, factors) if isinstance(asked, str) else asked
     )
     best_factors = factors(alpha)
     if alpha is not None:
-        for layer in group.layers:
-            scale_(layer, best_factors, inputs=True)
-        for parameter in (group.norm.weight, getattr(group.norm, "bias", None)):
-            if parameter is not None:
-                parameter.div_(best_factors.to(parameter.dtype))
+        _set_factors(group, best_factors)
     before = spread(inputs.largest)
     after = spread(inputs.largest / best_factors)
     return SmoothedGroup(group.names, group.source, alpha, before, after)
+
+
+def _set_factors(group: _Group, factors: Tensor) -> None:
+    """Multiply the weights of a group by factors, and divide what they read by them."""
+    if group.norm is None:
+        for layer in group.layers:
+            layer.input_quantizer.pre_quant_scale = factors.reciprocal()
+            layer.weight_quantizer.pre_quant_scale = factors.unsqueeze(0)
+        return
+    for layer in group.layers:
+        scale_(layer, factors, inputs=True)
+    for parameter in (group.norm.weight, getattr(group.norm, "bias", None)):
+        if parameter is not None:
+            parameter.div_(factors.to(parameter.dtype))
+
+
+def _powers_of_two(factors: Tensor) -> Tensor:
+    """Return the nearest powers of two, which change no digit of what they multiply."""
+    exponents = factors.log2().round().clamp(-_EXPONENTS, _EXPONENTS)
+    return exponents.exp2()
 
 
 def _channel_factors(x: Tensor, weight: Tensor, alpha: float) -> Tensor:

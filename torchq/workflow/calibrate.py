@@ -366,7 +366,7 @@ def calibrate_weights(
                     by_output and set_range_by_output(module, quantizer, samples, group)
                 ):
                     try:
-                        quantizer.calibrate_on(weight, method)
+                        quantizer.calibrate_on(quantizer.scaled(weight), method)
                     except CalibrationError as error:
                         failed[quantizer.name or "TensorQuantizer"] = str(error)
     _raise_together(failed)

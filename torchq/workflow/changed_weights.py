@@ -35,7 +35,8 @@ def reach(quantizer: TensorQuantizer, weight: Tensor) -> Tensor:
     """
     ends = [end.detach().abs().reshape(-1) for _, end in quantizer.range.ends()]
     calibrated = torch.stack(ends).amax(0)  # the farther one of two
-    now = reduce_amax(weight.detach(), quantizer.descriptor.granularity).reshape(-1)
+    scaled = quantizer.scaled(weight.detach())
+    now = reduce_amax(scaled, quantizer.descriptor.granularity).reshape(-1)
     if now.numel() != calibrated.numel():
         return now.new_empty(0)
     live = (now > 0) & (calibrated > 0) & torch.isfinite(calibrated)

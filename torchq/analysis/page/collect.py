@@ -269,9 +269,9 @@ def _histogram_rows(
     weights: dict[str, Sample] = {
         path: Sample() for layer in layers for path in layer.weights
     }
-    for path, _, _, weight in _weights(layers):
+    for path, _, quantizer, weight in _weights(layers):
         if weight.numel():
-            weights[path].add(weight)
+            weights[path].add(quantizer.scaled(weight))
     sample_by_path = {
         path: weights.get(path) or samples.get(id(q), Sample())
         for path, q in quantizer_by_path.items()
@@ -349,7 +349,7 @@ def _channels(
     axis = axis if axis < weight.dim() else 0
     rounded = quantizer(weight.detach())
     ends = []
-    for tensor in (weight.detach(), rounded):
+    for tensor in (quantizer.scaled(weight.detach()), rounded):
         rows = tensor.movedim(axis, 0).flatten(1).float()
         ends += [rows.amin(1), rows.amax(1)]
     # (channels, 4): low and high of the weight, and low and high when rounded.

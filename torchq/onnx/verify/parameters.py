@@ -115,12 +115,11 @@ def compare_weights(model: nn.Module, graph: Model) -> Iterator[LayerAgreement]:
             if not quantizer.quantizing or name not in (*nodes, *floats):
                 continue
             value = nodes[name].outputs[0] if name in nodes else floats[name]
+            scaled = quantizer.scaled(weight.detach())
             if name in nodes:
-                yield _compare_codes(name, quantizer, weight.detach(), nodes[name])
+                yield _compare_codes(name, quantizer, scaled, nodes[name])
             else:
-                dequantized = (
-                    quantizer.apply_own(weight.detach().float()).detach().cpu()
-                )
+                dequantized = quantizer.apply_own(scaled.float()).detach().cpu()
                 yield compare_stored(name, dequantized, value_of(value))
             bias = biases.get(name.removesuffix(_WEIGHT) + "bias")
             if bias is not None:

@@ -704,8 +704,7 @@ class _File:
             self._faults[name] = "is not in the file"
         if in_file not in self._qparams:
             return out
-        if quantizer.pre_quant_scale is not None:
-            x = x * quantizer.pre_quant_scale.to(x.dtype)
+        x = quantizer.scaled(x)
         model_codes = quantizer.codes(x).float()
         pads = self._pads[in_file]
         file_qparams = self._qparams[in_file]
