@@ -166,6 +166,17 @@ def test_one_of_a_pair_alone_is_incomplete(name: str, tmp_path: Path) -> None:
         torchq.load(net(), tmp_path / "m.pt")
 
 
+@pytest.mark.parametrize("name", ["output_gain", "output_shift"])
+def test_a_pair_without_elements_loads_from_one_of_them(name: str) -> None:
+    """accelerate saves one of the tensors without elements, which share their memory."""
+    model = quantized()
+    state = model.state_dict()
+    dropped = [key for key in state if key.endswith(name)]
+    for key in dropped:
+        assert not state.pop(key).numel()
+    quantized().load_state_dict(state)
+
+
 def test_restoring_leaves_none_of_them() -> None:
     model = full()
     torchq.restore_(model)

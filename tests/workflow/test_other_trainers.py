@@ -118,7 +118,7 @@ def test_states_of_accelerate(tmp_path: Path) -> None:
     accelerator.save_state(tmp_path / "state")
     accelerator.save_model(model, tmp_path / "weights")
     expected = model(X)
-    model.left.input_quantizer.set_amax(0.1)
+    model.left.input_quantizer.set_range(-0.1, 0.1)
     accelerator.load_state(tmp_path / "state")
     assert torch.equal(model(X), expected)
     assert torch.equal(

@@ -102,11 +102,25 @@ def follow_keys(
 def lacking_keys(
     buffers: Iterable[OptionalBuffer], state_dict: Mapping[str, Any], prefix: str
 ) -> list[str]:
-    """Return the keys that a state dict lacks although it has another one of their group."""
+    """Return the keys that a state dict lacks although it has another one of their group.
+
+    One that holds nothing does not count: of tensors that share a memory, as all without elements
+    do, some libraries save the first alone.
+    """
     names = list(buffers)
-    groups = {buffer.group for buffer in names if prefix + buffer.name in state_dict}
+    groups = {
+        buffer.group
+        for buffer in names
+        if _holds(state_dict.get(prefix + buffer.name), buffer)
+    }
     keys = [prefix + buffer.name for buffer in names if buffer.group in groups]
     return [key for key in keys if key not in state_dict]
+
+
+def _holds(value: Any, buffer: OptionalBuffer) -> bool:
+    """Return True for an entry of a state dict that a module without the buffer would not have."""
+    is_empty = isinstance(value, Tensor) and not value.numel()
+    return value is not None and not (is_empty and buffer.absent == "empty")
 
 
 def register_assigned(
