@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchq
@@ -110,15 +112,80 @@ def test_observers_rest_during_an_export(path: Path) -> None:
     assert not model[0].input_quantizer.calibrator.seen
 
 
-@pytest.mark.parametrize("pool", [nn.AvgPool2d, nn.AvgPool3d])
-def test_a_divisor_that_no_file_would_have_is_refused(
-    pool: type[Any], path: Path
+#: What torch's exporters leave out without a word, and which of them.
+LOST: dict[str, tuple[Callable[[Tensor], Tensor], tuple[bool, ...]]] = {
+    "divisor_override=3": (
+        lambda x: F.avg_pool2d(x, 2, 2, 0, False, True, 3),
+        (True, False),
+    ),
+    "divisor_override=5": (
+        lambda x: F.avg_pool3d(x, 2, divisor_override=5),
+        (True, False),
+    ),
+    "training=True": (
+        lambda x: F.batch_norm(x, torch.ones(2), torch.ones(2), training=True),
+        (True, False),
+    ),
+    "threshold=0.5": (lambda x: F.softplus(x, 1, 0.5), (False,)),
+    "eps=3.0": (lambda x: F.cosine_similarity(x, x.flip(0), 1, 3.0), (False,)),
+    "p=1.0": (lambda x: torch.cdist(x[0], x[1], p=1.0), (False,)),
+    "accumulate=True": (
+        lambda x: x.index_put((torch.tensor([0, 0]),), x[:2], True),
+        (False,),
+    ),
+}
+
+
+class Calls(nn.Module):
+    """A layer, and a module that calls a function."""
+
+    class Inner(nn.Module):
+        def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+            super().__init__()
+            self.function = function
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.function(x)
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.inner = self.Inner(function)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.layer(x))
+
+
+@pytest.mark.parametrize("argument", LOST)
+def test_arguments_that_no_file_would_have_are_refused(
+    argument: str, path: Path
 ) -> None:
-    """torch's exporters leave it out without a word: the mean would be another number."""
+    function, exporters = LOST[argument]
+    torch.manual_seed(0)
+    x = torch.randn(2, 2, 4, 4)
+    model = calibrated(Calls(function), x)
+    for dynamo in exporters:
+        with pytest.raises(ExportError, match=f"^inner: calls .* with {argument}; exp"):
+            torchq.export_onnx(model, x, path, dynamo=dynamo, progress=False)
+    assert not path.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("argument", ["threshold=0.5", "eps=3.0"])
+def test_arguments_that_one_exporter_writes_stay(argument: str, path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 2, 4, 4)
+    model = calibrated(Calls(LOST[argument][0]), x)
+    torchq.export_onnx(model, x, path, dynamo=True, progress=False)
+    assert torchq.verify_onnx(model, path, [x], progress=False).ok
+
+
+@pytest.mark.parametrize("pool", [nn.AvgPool2d, nn.AvgPool3d])
+def test_modules_with_such_an_argument_are_refused(pool: type[Any], path: Path) -> None:
     x = torch.randn(2, 3, *[4] * int(pool.__name__[-2]))
     model = nn.Sequential(nn.Linear(4, 4), pool(2, divisor_override=3))
     model = calibrated(model, x)
-    with pytest.raises(ExportError, match=r"^1: has divisor_override=3; expected none"):
+    with pytest.raises(ExportError, match=r"^1: calls avg_pool.d with divisor_overri"):
         torchq.export_onnx(model, x, path, progress=False)
     assert not path.exists()
 

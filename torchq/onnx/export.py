@@ -32,12 +32,12 @@ from torchq.onnx.ir import (
     set_opset,
 )
 from torchq.onnx.lengths import problem_with_half, token_lengths
+from torchq.onnx.lost_arguments import check_arguments
 from torchq.onnx.marks import MarksLost, marking, write_pairs
 from torchq.onnx.passes import EXPORT_PASSES
 from torchq.onnx.passes.pairs import merge_duplicates
 from torchq.onnx.preflight import (
     check_dtypes,
-    check_pools,
     check_quantizers,
     choose_exporter,
     default_opset,
@@ -202,7 +202,7 @@ def export_onnx(
     active = check_quantizers(model, version, runtime)
     warn_of_own_grid(model, active, runtime)
     check_norms("export_onnx", model)
-    check_pools(model)
+    check_arguments(model, example, dynamo=modern)
     warn_of_changed_weights("export_onnx", model)
     names = (input_names, output_names)
     batches = (True, False) if dynamic_batch and not fixes_batch(model) else (False,)

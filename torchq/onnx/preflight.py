@@ -73,18 +73,6 @@ def check_dtypes(model: nn.Module, runtime: Runtime | None) -> None:
             )
 
 
-def check_pools(model: nn.Module) -> None:
-    """Raise an error for average pools with a divisor, which torch's exporters leave out."""
-    for name, module in model.named_modules():
-        divisor = getattr(module, "divisor_override", None)
-        if divisor and isinstance(module, (nn.AvgPool2d, nn.AvgPool3d)):
-            raise ExportError(
-                f"{name or '(root)'}: has divisor_override={divisor}; expected none, since torch's "
-                "exporters leave it out, so that a file would divide by the size of the window. "
-                "Multiply the mean by the size of the window over the divisor"
-            )
-
-
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
