@@ -391,14 +391,22 @@ def runtime_of(target: str | Runtime | None) -> Runtime | None:
 
 #: The attributes of a model that name the runtime it was quantized for, and its settings.
 _ATTRIBUTE, _SETTINGS = "_torchq_target", "_torchq_target_settings"
+#: The attribute that holds a runtime which no name finds.
+_UNREGISTERED = "_torchq_unregistered_target"
 _PLAIN = (str, bool, int, float)
+
+
+def is_registered(runtime: Runtime) -> bool:
+    """Return True if its name finds a runtime that is this one up to settings."""
+    registered = RUNTIMES.get(runtime.name)
+    return registered is not None and type(registered) is type(runtime)
 
 
 def settings_of(runtime: Runtime | None) -> dict[str, Any]:
     """Return the settings of a runtime that are others than those of the registered one."""
-    registered = None if runtime is None else RUNTIMES.get(runtime.name)
-    if registered is None or type(registered) is not type(runtime):
+    if runtime is None or not is_registered(runtime):
         return {}
+    registered = RUNTIMES[runtime.name]
     names = [one.name for one in fields(registered)]
     own = {name: getattr(runtime, name) for name in names}
     usual = {name: getattr(registered, name) for name in names}
@@ -424,17 +432,26 @@ def runtime_with(name: str | None, settings: Mapping[str, Any]) -> Runtime | Non
 
 
 def remember_target(model: nn.Module, runtime: Runtime | None) -> None:
-    """Keep with a model which runtime it is quantized for, with its settings; None forgets it."""
+    """Keep with a model which runtime it is quantized for, with its settings; None forgets it.
+
+    A runtime that is not registered is kept itself, as its name does not find it.
+    """
     vars(model).pop(_ATTRIBUTE, None)
     vars(model).pop(_SETTINGS, None)
+    vars(model).pop(_UNREGISTERED, None)
     if runtime is not None:
         vars(model)[_ATTRIBUTE] = runtime.name
+        if not is_registered(runtime):
+            vars(model)[_UNREGISTERED] = runtime
         if settings := settings_of(runtime):
             vars(model)[_SETTINGS] = settings
 
 
 def planned_runtime(model: nn.Module) -> Runtime | None:
     """Return the runtime that a model was quantized for, with its settings; None for none."""
+    unregistered: Runtime | None = vars(model).get(_UNREGISTERED)
+    if unregistered is not None:
+        return unregistered
     return runtime_with(planned_target(model), vars(model).get(_SETTINGS, {}))
 
 

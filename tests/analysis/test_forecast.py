@@ -1,6 +1,7 @@
 """Forecasts: what is timed, what is said of it, and that nothing is changed."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torchq
 from torchq.analysis import TargetForecast, TimedFile
 from torchq.analysis.forecast import FLOAT, INT8, LAYERS
 from torchq.errors import ConfigError
+from torchq.runtimes import RUNTIMES
 from torchq.swap.share import Share
 from torchq.utils.timing import Samples
 
@@ -111,8 +113,10 @@ def test_the_model_and_the_number_of_threads_stay_as_they_are() -> None:
 def test_a_file_of_layers_alone_is_the_other_end() -> None:
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnx_ir")
-    found = torchq.forecast(Residual(), X, ["onnxruntime"], progress=False)
-    files = {file.form: file for file in found["onnxruntime"].files}
+    # A runtime of a user, which no name finds.
+    toy = replace(RUNTIMES["onnxruntime"], name="toy")
+    found = torchq.forecast(Residual(), X, [toy], progress=False)
+    files = {file.form: file for file in found["toy"].files}
     assert list(files) == [FLOAT, INT8, LAYERS]
     assert all(
         file.samples is not None and file.bytes > 1000 for file in files.values()

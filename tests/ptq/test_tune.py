@@ -15,6 +15,7 @@ import torchq
 from torchq.errors import CalibrationError, ConfigError, TorchqError
 from torchq.ptq import TunedConfig, tune
 from torchq.ptq.tuning import ALGORITHMS, SETTINGS, TuneResult, TuneTrial
+from torchq.runtimes import RUNTIMES, Runtime
 
 
 def net() -> nn.Sequential:
@@ -318,14 +319,16 @@ def seconds_of(quantized: float) -> Callable[[Path], float]:
     return seconds
 
 
-def tuned_for_time(quantized: float, faster_than: float) -> torchq.ptq.TuneResult:
+def tuned_for_time(
+    quantized: float, faster_than: float, target: str | Runtime = "onnxruntime"
+) -> torchq.ptq.TuneResult:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
     return tune(
         model,
         [torch.ones(2, 8)],
         lambda m: 1.0,
         max_drop=0.1,
-        target="onnxruntime",
+        target=target,
         faster_than=faster_than,
         time=seconds_of(quantized),
         progress=False,
@@ -337,6 +340,13 @@ def test_a_model_that_is_fast_and_good_enough_is_kept() -> None:
     assert result.kept
     assert [trial.speedup for trial in result.table] == [2.0]
     assert "2.00x" in str(result)
+
+
+def test_a_runtime_that_is_not_registered_is_timed_too() -> None:
+    toy = replace(RUNTIMES["onnxruntime"], name="toy")
+    result = tuned_for_time(0.5, faster_than=1.5, target=toy)
+    assert [trial.speedup for trial in result.table] == [2.0]
+    assert ", target=target, example=batches[0])" in result.code
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 import torchq
 from torchq.errors import ConfigError
-from torchq.runtimes import Pays, speed
+from torchq.runtimes import RUNTIMES, Pays, speed
 from torchq.runtimes.pays import groups_of
 from torchq.swap import Plan, apply_, plan_of
 
@@ -121,6 +122,19 @@ def test_where_all_gains_all_stays() -> None:
     assert not plan.skipped
 
 
+@pytest.mark.parametrize(
+    ("layer", "is_open"), [((3.0, 1.0), True), ((3.0, 3.0), False)]
+)
+def test_operators_without_which_nothing_pays_stay_on_integers(
+    layer: tuple[float, float], is_open: bool
+) -> None:
+    """Calibration looks at the outputs alone, and would leave a plan that takes more than float."""
+    plan = planned(Conv=layer, Add=(3.0, 1.0))
+    (decision,) = (d for d in plan.replaced if d.name == "quant_add")
+    assert decision.optional is is_open
+    assert ("calibration keeps it" in plan.explain("quant_add")) is not is_open
+
+
 def test_the_plan_can_be_carried_out() -> None:
     plan = planned()
     torch.manual_seed(0)
@@ -207,6 +221,22 @@ def test_a_runtime_of_this_machine_is_timed() -> None:
         model, target="onnxruntime", example=torch.ones(1, 64), keep="pays"
     )
     assert plan.timing.startswith("onnxruntime: ")
+
+
+def test_a_runtime_that_is_not_registered() -> None:
+    """A runtime of a user is given as an object, and no name finds it."""
+    toy = replace(RUNTIMES["onnxruntime"], name="toy")
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
+    x = torch.ones(2, 8)
+    keep = Pays(time=lambda path: 1 + (b"Quantize" not in path.read_bytes()))
+    plan = torchq.quantize_(model, target=toy, example=x, keep=keep, progress=False)
+    assert plan.timing == "toy: 2e+03 ms in float, 1e+03 ms quantized"
+    torchq.calibrate(model, [x], progress=False)
+    twin = copy.deepcopy(model)
+    assert speed(twin, x, lambda path: 1.0).target == "toy"
+    torchq.restore_(twin)
+    with pytest.raises(ConfigError, match="got no target"):
+        speed(twin, x, lambda path: 1.0)
 
 
 def test_the_speed_of_a_calibrated_model() -> None:

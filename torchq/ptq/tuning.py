@@ -146,9 +146,13 @@ class TunedConfig:
         return report
 
     def code(self, on_unseen: str = "error") -> str:
-        """Return the lines that do the same to a float ``model`` with a list ``batches``."""
-        runtime = runtime_of(self.target)
-        target = "" if runtime is None else f", target={runtime.name!r}"
+        """Return the lines that do the same to a float ``model`` with a list ``batches``.
+
+        A target that was an object stands there as ``target``: its name would not say its settings.
+        """
+        target = "" if self.target is None else ", target=target"
+        if isinstance(self.target, str):
+            target = f", target={self.target!r}"
         method = "" if self.method is None else f", method={self.method!r}"
         unseen = "" if on_unseen == "error" else f", on_unseen={on_unseen!r}"
         exclude = f", exclude={list(self.exclude)!r}" if self.exclude else ""

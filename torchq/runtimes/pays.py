@@ -19,10 +19,11 @@ from typing import Any, ClassVar
 from torch import nn
 
 from torchq.errors import TorchqError
-from torchq.runtime import runtime_with
+from torchq.runtime import Runtime
 from torchq.runtimes.timing import Timer, is_faster, milliseconds, timer_of
 from torchq.swap import Plan, apply_
 from torchq.swap.keeping import KEEPS, Kept, PlanWithout
+from torchq.swap.optional import optional_operators
 from torchq.utils import copy_module
 from torchq.workflow import calibrate
 
@@ -72,10 +73,14 @@ class Pays:
     limit: float = 100.0
 
     def __call__(
-        self, model: nn.Module, planned: Plan, without: PlanWithout, example: Any
+        self,
+        model: nn.Module,
+        planned: Plan,
+        without: PlanWithout,
+        example: Any,
+        runtime: Runtime | None,
     ) -> Kept:
         """Return what is to stay float; see :class:`torchq.swap.keeping.Keep`."""
-        runtime = runtime_with(planned.target, planned.settings)
         deadline = time.monotonic() + self.limit
         with timer_of('keep="pays"', runtime, example, self.time) as timer:
             return _Search(timer, model, without, deadline).kept(planned)
@@ -174,7 +179,24 @@ class _Search:
             reason = f"{name} takes {times}: integers gain nothing"
             every_path = [decision.name for decision in planned.replaced]
             return Kept(dict.fromkeys(every_path, reason), f"{name}: {times}")
-        return Kept(self.reasons, f"{name}: {times}")
+        needed = self._needed(planned, best, in_float)
+        return Kept(self.reasons, f"{name}: {times}", needed)
+
+    def _needed(self, planned: Plan, best: _Version, in_float: Any) -> frozenset[str]:
+        """Return the operators beside layers, if the layers alone gain nothing.
+
+        Calibration leaves some of them in float where that brings the outputs nearer to float. It
+        knows no time, so what pays with them would end slower than the float model.
+        """
+        optional = [decision.name for decision in optional_operators(planned)]
+        operators = frozenset(optional).difference(best.in_float)
+        if not operators:
+            return frozenset()
+        layers = self._version_or_none((*best.in_float, *sorted(operators)))
+        if layers is None:
+            return frozenset()
+        before, alone = self.timer.times([in_float, layers.file])
+        return frozenset() if is_faster(alone, before) else operators
 
     def _calibrated(self, in_float: Iterable[str]) -> nn.Module:
         """Return a quantized copy, without some modules, with the ranges of the example."""

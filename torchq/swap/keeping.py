@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from torchq.swap.plan import Plan
+from torchq.runtime import Runtime
+from torchq.swap.plan import Decision, Plan
 from torchq.utils import Registry
 
 #: Returns the plan in which the modules at some paths stay float too.
@@ -22,10 +23,12 @@ class Kept:
     Attributes:
         in_float: path of a module that stays float -> why.
         timing: how long the model takes, in a sentence.
+        needed: operators without which it does not pay: calibration keeps them on integers.
     """
 
     in_float: Mapping[str, str] = field(default_factory=dict)
     timing: str = ""
+    needed: frozenset[str] = frozenset()
 
 
 class Keep(Protocol):
@@ -36,22 +39,48 @@ class Keep(Protocol):
         """The name that stands in :attr:`Decision.by` of what the rule decided."""
 
     def __call__(
-        self, model: nn.Module, planned: Plan, without: PlanWithout, example: Any
+        self,
+        model: nn.Module,
+        planned: Plan,
+        without: PlanWithout,
+        example: Any,
+        runtime: Runtime | None,
     ) -> Kept:
-        """Return what is to stay float of a plan, whose model is left unchanged."""
+        """Return what is to stay float of a plan, whose model is left unchanged.
 
+        Args:
+            model: the float model.
+            planned: what would be quantized without the rule.
+            without: returns the plan without some modules.
+            example: the arguments for one call; None if there are none.
+            runtime: the target of the plan, which need not be registered.
+        """
+
+
+#: The note of an operator that calibration is not to leave in float.
+_NEEDED = "without it the model takes as long as in float, so calibration keeps it"
 
 #: Name -> rule.
 KEEPS: Registry[str, Keep] = Registry("keep")
 
 
+def _needed(decision: Decision) -> Decision:
+    """Return an operator that calibration does not leave in float."""
+    note = f"{decision.note}; {_NEEDED}" if decision.note else _NEEDED
+    return replace(decision, optional=False, note=note)
+
+
 def kept_plan(
-    keep: str | Keep, model: nn.Module, without: PlanWithout, example: Any
+    keep: str | Keep,
+    model: nn.Module,
+    without: PlanWithout,
+    example: Any,
+    runtime: Runtime | None,
 ) -> Plan:
     """Return the plan without what a rule leaves in float."""
     rule = KEEPS[keep] if isinstance(keep, str) else keep
     planned = without(())
-    kept = rule(model, planned, without, example)
+    kept = rule(model, planned, without, example, runtime)
     if {decision.name for decision in planned.replaced} <= kept.in_float.keys():
         return replace(planned.in_float(kept.in_float, rule.name), timing=kept.timing)
     if kept.in_float:
@@ -61,5 +90,9 @@ def kept_plan(
         if decision.reason and decision.name in kept.in_float
         else decision
         for decision in planned.decisions
+    ]
+    decisions = [
+        _needed(decision) if decision.name in kept.needed else decision
+        for decision in decisions
     ]
     return replace(planned, decisions=tuple(decisions), timing=kept.timing)

@@ -203,7 +203,7 @@ def _kept(
 
     if keep is None:
         return without(())
-    return kept_plan(keep, model, without, example)
+    return kept_plan(keep, model, without, example, runtime_of(target))
 
 
 def _planned(
