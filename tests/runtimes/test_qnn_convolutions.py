@@ -74,6 +74,18 @@ class Normalised(nn.Module):
         return self.norm(torch.cat([self.a(x), self.b(x)], 1)).relu()
 
 
+class LastChannels(nn.Module):
+    """A layer for channels in the last dimension of images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(_CHANNELS, _CHANNELS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
 def by_channel(size: int, stride: int, padding: int) -> nn.Module:
     torch.manual_seed(0)
     return nn.Conv2d(_CHANNELS, _CHANNELS, size, stride, padding, groups=_CHANNELS)
@@ -174,6 +186,16 @@ def test_zeros_around_a_kernel_are_no_part_of_the_model(tmp_path: Path) -> None:
     assert "has other numbers than zeros around its kernel" in str(report)
 
 
+def test_a_bias_in_front_of_codes_has_one_dimension(tmp_path: Path) -> None:
+    """The chip takes a product with scales for each channel together with such a bias alone."""
+    path = tmp_path / "m.onnx"
+    model = exported(LastChannels(), path, 8)
+    (add,) = nodes_of(load_model(path), "Add")
+    stored = [value for value in add.inputs if value.const_value is not None]
+    assert [tuple(value.shape.numpy()) for value in stored] == [(_CHANNELS,)]
+    assert torchq.verify_onnx(model, path, [X], progress=False).ok
+
+
 @pytest.mark.parametrize("bits", [8, 16])
 def test_layers_behind_a_sigmoid_of_16_bits_read_its_codes_apart(
     bits: int, tmp_path: Path
@@ -193,6 +215,7 @@ def test_layers_behind_a_sigmoid_of_16_bits_read_its_codes_apart(
         (Normalised, 16),
         (lambda: by_channel(5, 2, 2), 16),
         (nn.Tanh, 16),
+        (LastChannels, 8),
     ],
 )
 def test_the_emulator_computes_what_the_simulation_does(

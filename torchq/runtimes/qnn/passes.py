@@ -11,6 +11,7 @@ from torchq.functional import QParams
 from torchq.onnx.ir import (
     Model,
     Node,
+    add_initializer,
     are_constant,
     attribute,
     computed_by,
@@ -21,13 +22,19 @@ from torchq.onnx.ir import (
     nodes_of,
     onnx_ir,
     readers,
+    remove_unused,
     run_passes,
     value_of,
 )
 from torchq.onnx.passes.constants import fold_shapes
 from torchq.onnx.passes.convolutions import fold_pads
 from torchq.onnx.passes.pairs import clip_beyond, insert_pair
-from torchq.onnx.qdq import element_type, qparams_of
+from torchq.onnx.qdq import (
+    element_type,
+    leads_only_to_quantizers,
+    qparams_of,
+    stored_weight,
+)
 from torchq.runtimes.checks import LAYERS
 from torchq.utils.optional import import_optional
 
@@ -67,6 +74,30 @@ def quantize_before_activations(model: Model) -> None:
         grid = _grid_behind(node)
         if grid is not None and not _begins_there(node, grid):
             _quantize_input(node)
+
+
+def flatten_biases(model: Model) -> None:
+    """Store biases of products as rows of numbers again, where results are quantized at once.
+
+    ONNX Runtime wants them as (1, N) where they are not. The provider takes a product with scales
+    for each channel only together with a bias of one dimension.
+
+    Before: Add(MatMul(x, DequantizeLinear(w)), bias), bias (1, N) -> QuantizeLinear.
+    After: The bias is (N,).
+    """
+    for add in nodes_of(model, "Add"):
+        biases = [v for v in add.inputs if is_constant(v) and value_of(v).dim() == 2]
+        products = [v for v in add.inputs if computed_by(v, "MatMul") is not None]
+        if len(biases) != 1 or len(products) != 1:
+            continue
+        numbers = value_of(biases[0])
+        weight = stored_weight(products[0].producer().inputs[1])
+        is_row = weight is not None and numbers.shape[0] == 1
+        if is_row and leads_only_to_quantizers(add.outputs[0]):
+            name = f"{biases[0].name}/numbers"
+            flat = add_initializer(add.graph, name, numbers.reshape(-1))
+            add.replace_input_with(list(add.inputs).index(biases[0]), flat)
+    remove_unused(model)
 
 
 def separate_layers(model: Model) -> None:

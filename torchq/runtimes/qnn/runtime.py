@@ -54,6 +54,7 @@ from torchq.runtimes.qnn.convolutions import (
     widen_kernels,
 )
 from torchq.runtimes.qnn.passes import (
+    flatten_biases,
     quantize_before_activations,
     quantize_before_moves,
     separate_layers,
@@ -102,6 +103,7 @@ _FILE = FileRules(
         widen_kernels,
         fit_biases,
         quantize_before_activations,
+        flatten_biases,
         give_operators_one_width,
         separate_layers,
     ),
