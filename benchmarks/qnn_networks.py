@@ -67,8 +67,6 @@ NETWORKS = [
 ]
 #: Pixels of a side where smaller images make their average pools windows of unequal sizes.
 SIZES = {"torchvision/alexnet": 224, "torchvision/vgg11_bn": 224}
-#: Networks with calls whose files of the older exporter the chip does not take whole.
-_DYNAMO = ("torchvision/swin_t",)
 _KEY = ("network", "soc", "bits", "by")
 _IMAGES = 4
 
@@ -128,7 +126,7 @@ def measure(name: str, soc: str, bits: int, by: str, limit: float) -> dict[str, 
     row: dict[str, Any] = {"network": name, "soc": soc, "bits": bits, "by": by}
     began = time.perf_counter()
     try:
-        figures = MAKERS[by](model, images, runtime, bits, name in _DYNAMO)
+        figures = MAKERS[by](model, images, runtime, bits)
     except TorchqError as error:
         row |= {"whole": False, "reason": str(error)[:500]}
     else:
@@ -136,7 +134,7 @@ def measure(name: str, soc: str, bits: int, by: str, limit: float) -> dict[str, 
         return {**row, "whole": True, "seconds": seconds, **figures}
     try:  # with what fell out on the CPU
         runtime = replace(runtime, partly=True)
-        return row | MAKERS[by](model, images, runtime, bits, name in _DYNAMO)
+        return row | MAKERS[by](model, images, runtime, bits)
     except TorchqError as error:
         return {**row, "fails": str(error)[:500]}
 
@@ -155,7 +153,7 @@ class Kept(Qnn):
 
 
 def by_torchq(
-    model: nn.Module, images: torch.Tensor, runtime: Kept, bits: int, dynamo: bool
+    model: nn.Module, images: torch.Tensor, runtime: Kept, bits: int
 ) -> dict[str, Any]:
     """Return how near a network is to the simulation and to float, planned for the chip."""
     simulated = copy.deepcopy(model)
@@ -167,7 +165,7 @@ def by_torchq(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.onnx")
         options: dict[str, Any] = {"target": runtime, "progress": False}
-        torchq.export_onnx(simulated, images[:1], path, dynamo=dynamo, **options)
+        torchq.export_onnx(simulated, images[:1], path, dynamo=False, **options)
         report = torchq.verify_onnx(simulated, path, [images[:1]], **options)
         (name,) = (value.name for value in load_model(path).graph.inputs)
         outcome = by_image(runtime.emulated(path), str(name), images)
@@ -220,7 +218,7 @@ class Reader:
 
 
 def by_onnxruntime(
-    model: nn.Module, images: torch.Tensor, runtime: Kept, bits: int, dynamo: bool
+    model: nn.Module, images: torch.Tensor, runtime: Kept, bits: int
 ) -> dict[str, Any]:
     """Return how near a network is to float by onnxruntime.quantization's recipe for the chip."""
     tool = import_module("onnxruntime.quantization")
@@ -237,7 +235,7 @@ def by_onnxruntime(
             (images[:1],),
             plain,
             input_names=["x"],
-            dynamo=dynamo,
+            dynamo=False,
             opset_version=17,
         )
         if not recipe.qnn_preprocess_model(plain, prepared):

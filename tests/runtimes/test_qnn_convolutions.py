@@ -86,6 +86,20 @@ class LastChannels(nn.Module):
         return self.layer(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
+class Called(nn.Module):
+    """A layer that is called as a function, whose result stays float."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(_CHANNELS, _CHANNELS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.permute(0, 2, 3, 1)
+        x = nn.functional.linear(x, self.layer.weight, self.layer.bias)
+        return x.roll(1, 1).permute(0, 3, 1, 2)
+
+
 def by_channel(size: int, stride: int, padding: int) -> nn.Module:
     torch.manual_seed(0)
     return nn.Conv2d(_CHANNELS, _CHANNELS, size, stride, padding, groups=_CHANNELS)
@@ -196,6 +210,14 @@ def test_a_bias_in_front_of_codes_has_one_dimension(tmp_path: Path) -> None:
     assert torchq.verify_onnx(model, path, [X], progress=False).ok
 
 
+def test_weights_that_functions_are_called_with_have_one_scale() -> None:
+    """The chip takes several scales where a result is quantized, and those of calls are not."""
+    plan = torchq.plan(Around(Called()).eval(), target="qnn", example=X)
+    weights = {d.name: d.weight for d in plan.decisions if d.weight is not None}
+    alone = [name for name, weight in weights.items() if weight.axis is None]
+    assert alone == ["inner.layer"]
+
+
 @pytest.mark.parametrize("bits", [8, 16])
 def test_layers_behind_a_sigmoid_of_16_bits_read_its_codes_apart(
     bits: int, tmp_path: Path
@@ -206,6 +228,8 @@ def test_layers_behind_a_sigmoid_of_16_bits_read_its_codes_apart(
     assert torchq.verify_onnx(model, path, [X], progress=False).ok
 
 
+# The result of a call stays float, which the export says.
+@pytest.mark.filterwarnings("ignore:export_onnx")
 @pytest.mark.parametrize(
     ("inner", "bits"),
     [
@@ -216,6 +240,7 @@ def test_layers_behind_a_sigmoid_of_16_bits_read_its_codes_apart(
         (lambda: by_channel(5, 2, 2), 16),
         (nn.Tanh, 16),
         (LastChannels, 8),
+        (Called, 8),
     ],
 )
 def test_the_emulator_computes_what_the_simulation_does(

@@ -29,14 +29,36 @@ def one_weight_scale(classes: tuple[str, ...], plan: Plan, facts: Facts) -> Plan
         plan: the plan so far.
         facts: not read.
     """
-    return replace(
-        plan, decisions=tuple(_with_one_scale(d, classes) for d in plan.decisions)
+    decisions = (
+        _with_one_scale(d) if is_of_class(d, classes) else d for d in plan.decisions
     )
+    return replace(plan, decisions=tuple(decisions))
 
 
-def _with_one_scale(decision: Decision, classes: tuple[str, ...]) -> Decision:
+def one_weight_scale_of_calls(kinds: tuple[str, ...], plan: Plan, facts: Facts) -> Plan:
+    """Give each weight that forwards call functions with one scale, as results of calls are float.
+
+    Before: weights have the scales that the rules say. After: those of calls of these kinds have
+    one, as in :func:`one_weight_scale`.
+
+    Args:
+        kinds: the kinds of calls, see :class:`torchq.nn.calls.routes.CallSite`.
+        plan: the plan so far.
+        facts: not read.
+    """
+    holders = {
+        f"{decision.name}.{site.holder}".strip(".")
+        for decision in plan.decisions
+        for site in decision.calls
+        if site.kind in kinds
+    }
+    decisions = (_with_one_scale(d) if d.name in holders else d for d in plan.decisions)
+    return replace(plan, decisions=tuple(decisions))
+
+
+def _with_one_scale(decision: Decision) -> Decision:
     weight = decision.weight
-    if decision.reason or weight is None or not is_of_class(decision, classes):
+    if decision.reason or weight is None:
         return decision
     if weight.axis is not None:
         weight = weight.replace(axis=None, name=None)

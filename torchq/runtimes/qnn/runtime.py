@@ -68,7 +68,7 @@ from torchq.runtimes.qnn.rules import (
 )
 from torchq.runtimes.qnn.session import Session, compiled
 from torchq.runtimes.qnn.widths import give_operators_one_width, give_tensors_one_width
-from torchq.swap.layers import one_weight_scale
+from torchq.swap.layers import one_weight_scale, one_weight_scale_of_calls
 from torchq.swap.passes import quantize_results
 from torchq.utils.optional import import_optional
 
@@ -167,7 +167,10 @@ class Qnn(OnnxEngine):
     name: str = "qnn"
     recipe: Callable[[], QuantConfig] = zero_point_recipe
     placement: Placement | None = _PLACEMENT
-    adapting: tuple[PlanPass, ...] = (partial(one_weight_scale, _ONE_SCALE),)
+    adapting: tuple[PlanPass, ...] = (
+        partial(one_weight_scale, _ONE_SCALE),
+        partial(one_weight_scale_of_calls, ("linear",)),
+    )
     planning: tuple[PlanPass, ...] = (
         give_tensors_one_width,
         partial(quantize_results, linear=True, returned=True),
