@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -311,13 +311,46 @@ def test_the_file_agrees_with_the_simulation(path: Path, hidden: bool) -> None:
     for name, quantizer in quantizers(model).items():
         if "hidden" in name and not hidden:
             quantizer.mode = "off"
-    torchq.export_onnx(model, x, path)
+    said = pytest.warns(
+        UserWarning, match=r"lstm \(3 steps\): the hidden state is quan"
+    )
+    with said if hidden else nullcontext():
+        torchq.export_onnx(model, x, path)
     report = torchq.verify_onnx(model, path, [x, torch.randn(5, 3, 4)])
     assert " codes differ" in str(report) and ": 0 of " in str(report)
     kinds = [node.op_type for node in onnx.load(path).graph.node]
     assert ("LSTM" in kinds) is not hidden
     # The input of the layer and of the head, and the hidden state at 2 * 3 steps.
     assert kinds.count("QuantizeLinear") == (8 if hidden else 2)
+
+
+def test_open_lengths_of_a_quantized_hidden_state_are_refused(path: Path) -> None:
+    torch.manual_seed(0)
+    model = Tagger().eval()
+    x = torch.randn(2, 3, 4)
+    torchq.quantize_(model, torchq.recipes.int8(recurrent=True))
+    torchq.calibrate(model, [x], progress=False)
+    open_length = {"x": {1: "length"}}
+    with pytest.raises(
+        ExportError, match=r"lstm \(3 steps\): got dynamic_shapes .* x: 1"
+    ):
+        torchq.export_onnx(model, x, path, dynamic_shapes=open_length, progress=False)
+    assert not path.exists()
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore:Exporting a model to ONNX with a batch_size")
+def test_the_remedy_for_steps_can_be_pasted(path: Path) -> None:
+    torch.manual_seed(0)
+    model = Tagger().eval()
+    x = torch.randn(2, 3, 4)
+    torchq.quantize_(model, torchq.recipes.int8(recurrent=True))
+    torchq.calibrate(model, [x], progress=False)
+    with torchq.disabled(model, "*.hidden_*"):
+        torchq.export_onnx(model, x, path, dynamo=False, progress=False)
+        assert torchq.verify_onnx(model, path, [x], progress=False).ok
+    kinds = [node.op_type for node in onnx.load(path).graph.node]
+    assert kinds.count("LSTM") == 1
 
 
 class Listener(nn.Module):

@@ -51,6 +51,7 @@ from torchq.onnx.qdq import (
     weight_nodes,
     write_record,
 )
+from torchq.onnx.steps import warn_of_steps
 from torchq.onnx.torch_exporters import (
     TorchExportError,
     run_dynamo,
@@ -203,6 +204,7 @@ def export_onnx(
     warn_of_own_grid(model, active, runtime)
     check_norms("export_onnx", model)
     check_arguments(model, example, dynamo=modern)
+    warn_of_steps(model, example, dynamic_shapes)
     warn_of_changed_weights("export_onnx", model)
     names = (input_names, output_names)
     batches = (True, False) if dynamic_batch and not fixes_batch(model) else (False,)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from torchq.graph import call_arguments, call_model, map_tensors
-from torchq.nn import quantizing_only
+from torchq.graph import call_arguments, map_tensors
 from torchq.onnx.interface import named_tensors
 from torchq.onnx.ir import first_line
-from torchq.utils import evaluating, state_kept
-from torchq.workflow import quantizers
+from torchq.onnx.trial import run_in_float
 
 #: How the names of arguments end that hold one number for each token, in the calls of transformers.
 _ENDINGS = ("_ids", "_mask")
@@ -57,10 +54,8 @@ def problem_with_half(
         return map_tensors(value, lambda tensor: halves.get(id(tensor), tensor))
 
     shorter = shortened(kwargs) if kwargs else shortened(args)
-    in_float = quantizing_only(quantizers(model).values())
     try:
-        with torch.no_grad(), state_kept(model), evaluating(model), in_float:
-            call_model(model, shorter)
+        run_in_float(model, shorter)
     except Exception as error:  # A model may refuse a length in any way it likes.
         return first_line(error) or type(error).__name__
     return ""

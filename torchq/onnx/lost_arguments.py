@@ -12,16 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from torchq.errors import ExportError
-from torchq.graph import call_model
 from torchq.graph.operators import function_name
-from torchq.nn import quantizing_only
-from torchq.utils import evaluating, state_kept
-from torchq.workflow import quantizers
+from torchq.onnx.trial import run_in_float
 
 Arguments = Mapping[str, Any]
 
@@ -156,13 +152,9 @@ def check_arguments(model: nn.Module, example: object, *, dynamo: bool) -> None:
                 module.register_forward_hook(watch.leave, always_call=True),
             ):
                 stack.callback(handle.remove)
-        stack.enter_context(state_kept(model))
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(evaluating(model))
-        stack.enter_context(quantizing_only(quantizers(model).values()))
         stack.enter_context(watch)
         try:
-            call_model(model, example)
+            run_in_float(model, example)
         except ExportError:
             raise
         except Exception:  # A model may raise anything.

@@ -224,6 +224,13 @@ class QuantRecurrent(QuantModule, nn.RNNBase):
         y = torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0]
         return y, [last for _, last in runs]
 
+    @property
+    def has_quantized_state(self) -> bool:
+        """True if a hidden state is quantized, so that the steps run one by one."""
+        ends = [end for level in range(self.num_layers) for end in self.suffixes(level)]
+        quantizers = [q for end in ends for q in self._step_quantizers(end)]
+        return not all(map(is_passive, quantizers))
+
     def _step_quantizers(self, end: str) -> list[nn.Module]:
         """Return the quantizers that run at each step of a direction."""
         kinds = ("hidden", "projected") if self.proj_size else ("hidden",)
