@@ -340,6 +340,9 @@ def test_open_lengths_of_a_quantized_hidden_state_are_refused(path: Path) -> Non
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.filterwarnings("ignore:Exporting a model to ONNX with a batch_size")
+@pytest.mark.filterwarnings(
+    "ignore:export_onnx. 1 of its layers read an input in float"
+)
 def test_the_remedy_for_steps_can_be_pasted(path: Path) -> None:
     torch.manual_seed(0)
     model = Tagger().eval()

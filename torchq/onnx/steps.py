@@ -54,7 +54,7 @@ def warn_of_steps(
         if dimension
     }
     remedy = (
-        "With a float hidden state a level is one node of any length: export and verify inside "
+        "With a float hidden state a level is one node in float, of any length: export and verify in "
         '`with torchq.disabled(model, "*.hidden_*"):`'
     )
     if opened:
