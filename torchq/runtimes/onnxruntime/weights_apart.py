@@ -1,9 +1,10 @@
 """Files in which each product reads stored codes of its own, for sessions that rewrite these.
 
 A layer that runs several times, such as the head of a detector on each level of a pyramid, is one
-set of stored codes with several readers. With ``session.x64quantprecision`` ONNX Runtime stores
-unsigned codes beside those of each product, under the name of the signed ones, and fails at the
-second product that reads the same (version 1.32: "Attempt to replace the existing tensor").
+set of stored codes with several readers, and so are layers whose codes are equal. With
+``session.x64quantprecision`` ONNX Runtime stores unsigned codes beside those of each product,
+under the name of the signed ones, and fails at the second product that reads the same (version
+1.32: "Attempt to replace the existing tensor").
 """
 
 from __future__ import annotations
@@ -41,10 +42,13 @@ def with_weights_apart(path: str | os.PathLike[str]) -> bytes | None:
     """
     model = load_model(path, check=False)
     shared = _shared_codes(model)
-    if not shared:
+    equal = _equal_codes(model)
+    if not shared and not equal:
         return None
     for node in shared:
         _separate(node)
+    for node in equal:
+        _own_codes(node)
     if stored_size(model) > _LARGEST:
         return None
     return bytes(serde.serialize_model(model).SerializeToString())
@@ -57,6 +61,18 @@ def _shared_codes(model: Model) -> list[Node]:
         if _reads_stored_codes(node) and not is_output(node.outputs[0]):
             shared.append(node)
     return [node for node in shared if _is_read_several_times(node)]
+
+
+def _equal_codes(model: Model) -> list[Node]:
+    """Return the nodes that read codes which an earlier one reads, as those of equal layers."""
+    seen = set()
+    equal = []
+    for node in nodes_of(model, "DequantizeLinear"):
+        if is_constant(node.inputs[0]):
+            if node.inputs[0] in seen:
+                equal.append(node)
+            seen.add(node.inputs[0])
+    return equal
 
 
 def _reads_stored_codes(node: Node) -> bool:
@@ -83,24 +99,26 @@ def _separate(node: Node) -> None:
     """Give every reader of a node but the first a copy of it, with stored codes of its own."""
     for user, index in list(node.outputs[0].uses())[1:]:
         name = fresh_name(node.graph, f"{node.name}/apart")
-        inputs = list(node.inputs)
-        if node.op_type == "DequantizeLinear":
-            for place in (0, 2):
-                stored = input_at(node, place)
-                if stored is not None:
-                    inputs[place] = add_initializer(
-                        node.graph,
-                        str(stored.name),
-                        value_of(stored),
-                        data_type(stored),
-                    )
         copy = onnx_ir.Node(
             node.domain,
             node.op_type,
-            inputs,
+            list(node.inputs),
             list(node.attributes.values()),
             outputs=[onnx_ir.Value(name=name)],
             name=name,
         )
         node.append(copy)
         user.replace_input_with(index, copy.outputs[0])
+        if node.op_type == "DequantizeLinear":
+            _own_codes(copy)
+
+
+def _own_codes(node: Node) -> None:
+    """Give a node codes and a zero point of its own."""
+    for place in (0, 2):
+        stored = input_at(node, place)
+        if stored is not None:
+            copy = add_initializer(
+                node.graph, str(stored.name), value_of(stored), data_type(stored)
+            )
+            node.replace_input_with(place, copy)
