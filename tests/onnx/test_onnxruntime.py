@@ -443,3 +443,28 @@ def test_a_convolution_in_front_of_moved_codes_is_no_float_one(path: Path) -> No
     net = calibrated(TokensOfImages(), x, target="onnxruntime", example=x)
     torchq.export_onnx(net, x, path, dynamo=False)
     assert kinds(path).count("QLinearConv") == 1
+
+
+class Weighted(nn.Module):
+    """Results that are weighted by a softmax of codes, as split attention has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 1)
+        self.scores = nn.Conv2d(8, 8, 1)
+        self.last = nn.Conv2d(8, 4, 1)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).relu()
+        scores = self.scores(x.mean((2, 3), keepdim=True)).view(-1, 1, 2, 4)
+        weights = scores.transpose(1, 2).softmax(1).reshape(-1, 8, 1, 1)
+        return self.head(self.last(x * weights).mean((2, 3)))
+
+
+def test_softmaxes_of_codes_are_computed_in_float(path: Path) -> None:
+    x = torch.randn(64, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    net = calibrated(Weighted(), x, target="onnxruntime", example=x[:1])
+    torchq.export_onnx(net, x[:1], path, dynamo=False)
+    assert torchq.verify_onnx(net, path, [x]).ok
+    assert "QLinearSoftmax" not in kinds(path)

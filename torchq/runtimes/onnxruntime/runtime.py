@@ -40,6 +40,7 @@ from torchq.runtimes.onnxruntime.pairs import (
     quantize_concatenated,
     quantize_reshaped,
     separate_clips,
+    separate_softmaxes,
     store_float_weights,
     widen_four_bit_weights,
 )
@@ -77,6 +78,7 @@ _FILE = FileRules(
         quantize_concatenated,
         split_gemms,
         separate_clips,
+        separate_softmaxes,
         store_float_weights,
         fit_biases,
         merge_groups,
