@@ -1,10 +1,12 @@
 """The search for settings that keep a metric."""
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -163,6 +165,43 @@ def test_transformers_get_what_applies_to_them() -> None:
         )
     errors = {trial.change: trial.error for trial in result.table}
     assert errors["smooth_"] == "" and "equalize_" not in errors
+
+
+class Block(nn.Module):
+    """A residual that reads a norm with one huge channel, as in BERT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.layer = nn.Linear(6, 6)
+        with torch.no_grad():
+            self.norm.weight[2] = 60.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return y + self.layer(y)
+
+
+def test_factors_in_quantizers_are_tried_for_transformers_of_8_bits() -> None:
+    changes = {name: change for name, _, change in SETTINGS}
+    seen: Any = SimpleNamespace(model=Block())
+    plain = TunedConfig(torchq.recipes.int8(), before=("smooth_",), source="recipe")
+    settings = changes["smooth_ anything"](plain, seen)
+    assert settings.before == ("smooth_ anything",)
+    few = replace(plain, config=torchq.recipes.integer(4, 8))
+    assert changes["smooth_ anything"](few, seen) == few
+    seen.model = net()
+    assert changes["smooth_ anything"](plain, seen) == plain
+    torch.manual_seed(0)
+    float_model = Block().eval()
+    model = copy.deepcopy(float_model)
+    again = copy.deepcopy(float_model)
+    settings.apply_(model, batches())
+    run(settings.code(), again, torchq.recipes.int8())
+    assert model.layer.weight_quantizer.pre_quant_scale is not None
+    x = batches()[0]
+    with torch.no_grad():
+        assert torch.equal(model.eval()(x), again.eval()(x))
 
 
 def test_without_success_the_best_is_returned_with_a_warning() -> None:

@@ -56,6 +56,13 @@ _FEW_BITS, _BYTE, _FLOAT_BITS = 4, 8, 32
 PREPARATIONS: Mapping[str, Any] = {
     "equalize_": lambda model, batches, progress: equalize_(model, batches[0]),
     "smooth_": smooth_,
+    "smooth_ anything": partial(smooth_, behind="anything"),
+}
+#: Names of preparations -> the lines that call them.
+_LINES = {
+    "equalize_": "torchq.ptq.equalize_(model, batches[0])",
+    "smooth_": "torchq.ptq.smooth_(model, batches)",
+    "smooth_ anything": 'torchq.ptq.smooth_(model, batches, behind="anything")',
 }
 
 #: Algorithms of :mod:`torchq.ptq` after calibration.
@@ -159,9 +166,7 @@ class TunedConfig:
         lines = [
             f"torchq.quantize_(model, {self.source}{exclude}{target}, example=batches[0])"
         ]
-        for name in self.before:
-            argument = "batches[0]" if name == "equalize_" else "batches"
-            lines.append(f"torchq.ptq.{name}(model, {argument})")
+        lines += [_LINES[name] for name in self.before]
         lines.append(f"torchq.calibrate(model, batches{method}{unseen})")
         if self.algorithm is not None:
             lines.append(f"torchq.ptq.{self.algorithm}(model, batches)")
@@ -340,9 +345,23 @@ def _equalization(best: TunedConfig, search: _Search) -> TunedConfig:
 
 
 def _smoothing(best: TunedConfig, search: _Search) -> TunedConfig:
-    kinds = {type(module).__name__ for module in search.model.modules()}
-    applies = any(kind.endswith(("LayerNorm", "RMSNorm")) for kind in kinds)
-    return replace(best, before=(*best.before, "smooth_")) if applies else best
+    if not _has_norms_of_tokens(search.model):
+        return best
+    return replace(best, before=(*best.before, "smooth_"))
+
+
+def _smoothing_anything(best: TunedConfig, search: _Search) -> TunedConfig:
+    # What rounds weights of few bits by their layer's output leaves those with factors alone.
+    few = any(d.format.bits < _BYTE for d in _descriptors(best.config, "weight"))
+    if few or not _has_norms_of_tokens(search.model):
+        return best
+    others = [name for name in best.before if name != "smooth_"]
+    return replace(best, before=(*others, "smooth_ anything"))
+
+
+def _has_norms_of_tokens(model: nn.Module) -> bool:
+    kinds = {type(module).__name__ for module in model.modules()}
+    return any(kind.endswith(("LayerNorm", "RMSNorm")) for kind in kinds)
 
 
 def _mixture(best: TunedConfig, search: _Search, part: float) -> TunedConfig:
@@ -391,6 +410,11 @@ SETTINGS: Sequence[tuple[str, str, Change]] = (
     ("percentile ranges", "the same", partial(_method, name="percentile")),
     ("equalize_", "channels of unequal size share a scale", _equalization),
     ("smooth_", "norms give some channels huge inputs", _smoothing),
+    (
+        "smooth_ anything",
+        "a residual reads what norms give",  # as in BERT, so that these can take no factors
+        _smoothing_anything,
+    ),
     ("gptq_", "weights can make up for each other", partial(_algorithm, name="gptq_")),
     (
         "ends in float",
