@@ -136,9 +136,10 @@ def test_the_file_to_carry_to_a_device_has_inputs_and_codes(
     [
         (np.zeros((2, 3), "uint8"), r"has the shape \(2, 3\); expected \(2, 3, 6, 6\)"),
         (np.zeros((2, 3, 6, 6), "complex64"), "has the type complex64"),
+        (np.full((2, 3, 6, 6), "a"), "has the type <U1"),
         (np.full((2, 3, 6, 6), np.nan, "float32"), "holds NaN"),
     ],
-    ids=["shape", "type", "nan"],
+    ids=["shape", "type", "text", "nan"],
 )
 def test_a_tensor_that_cannot_be_compared_is_a_difference(
     dumped: tuple[nn.Module, Path, Any], array: Any, problem: str
@@ -147,6 +148,12 @@ def test_a_tensor_that_cannot_be_compared_is_a_difference(
     assert report.first is not None
     assert re.search(problem, report.first.problem)
     assert not report.ok
+
+
+def test_tensors_of_bfloat16_are_read(dumped: tuple[nn.Module, Path, Any]) -> None:
+    values = torch.zeros(2, 3, 6, 6, dtype=torch.bfloat16)
+    report = torchq.verify_dump(dumped[0], {"first.input_quantizer": values}, X)
+    assert report.first is not None and not report.first.problem
 
 
 def test_a_dump_that_is_none_is_one_named_error(

@@ -302,13 +302,15 @@ def _codes_of(model: nn.Module, batch: Any, where: str) -> dict[str, _Codes]:
 
 def _read(dumps: Dumps) -> dict[str, Any]:
     """Return what a device wrote, as arrays by name; bytes of raw files."""
+    numpy = import_optional("numpy", _WHERE)
     if isinstance(dumps, Mapping):
         return {
-            str(name): torch.as_tensor(value).detach().cpu().numpy()
+            str(name): _array(value)
+            if isinstance(value, Tensor)
+            else numpy.asarray(value)
             for name, value in dumps.items()
         }
     path = Path(dumps)
-    numpy = import_optional("numpy", _WHERE)
     try:
         if path.is_dir():
             return dict(_read_folder(numpy, path))
@@ -319,6 +321,12 @@ def _read(dumps: Dumps) -> dict[str, Any]:
             f"{_WHERE}: {path}: cannot be read ({error}); expected an .npz file, or a folder of "
             ".npy, .raw and .bin files"
         ) from error
+
+
+def _array(tensor: Tensor) -> Any:
+    """Return a tensor as an array; NumPy has no bfloat16."""
+    tensor = tensor.detach().cpu()
+    return (tensor.double() if tensor.is_floating_point() else tensor).numpy()
 
 
 def _read_folder(numpy: Any, folder: Path) -> Iterator[tuple[str, Any]]:

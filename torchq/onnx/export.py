@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.errors import ExportError
+from torchq.errors import ConfigError, ExportError
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.nn.correction import folded_corrections
 from torchq.nn.integer_bias import rounded_biases
@@ -183,7 +183,8 @@ def export_onnx(
         What was written; ``print`` it.
 
     Raises:
-        ConfigError: There is no such target, or the model was quantized for another one.
+        ConfigError: There is no such target, the model was quantized for another one, or the path
+            has an ending of files that the target has beside ONNX.
         ExportError: A quantizer has no usable range, the opset or the target lacks something, or
             torch cannot export the model.
         MissingExtraError: A package of the extra "export" is not installed.
@@ -198,6 +199,7 @@ def export_onnx(
     import_optional("onnx", "export_onnx")
     model, path = unwrap(model), Path(path)
     runtime = _runtime_for(model, target)
+    _check_ending(path, runtime)
     version = default_opset(model) if opset is None else opset
     modern = choose_exporter(dynamo, version)
     active = check_quantizers(model, version, runtime)
@@ -313,6 +315,17 @@ def _shape_for(runtime: Runtime | None, graph: Model) -> tuple[str, ...]:
             stacklevel=3,
         )
     return broken_rules
+
+
+def _check_ending(path: Path, runtime: Runtime | None) -> None:
+    """Raise an error for an ending of files that a runtime has beside ONNX."""
+    if runtime is not None and path.suffix in runtime.writers():
+        raise ConfigError(
+            f"export_onnx: got {path}, the name of a file that {runtime.name} has beside ONNX; "
+            "expected one that ends in .onnx. Write the other one with "
+            f"torchq.runtimes.{type(runtime).__name__}().writers()[{path.suffix!r}](model, "
+            "example, path), or with torchq quantize --export"
+        )
 
 
 def undo_export(graph: Model) -> dict[str, str]:
