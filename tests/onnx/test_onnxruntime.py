@@ -468,3 +468,45 @@ def test_softmaxes_of_codes_are_computed_in_float(path: Path) -> None:
     torchq.export_onnx(net, x[:1], path, dynamo=False)
     assert torchq.verify_onnx(net, path, [x]).ok
     assert "QLinearSoftmax" not in kinds(path)
+
+
+class SharedBlock(nn.Module):
+    """A convolution that others share, and one with ReLU."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.shared = shared
+        self.own = nn.Conv2d(16, 16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(self.shared(x)).relu()
+
+
+class SharedByBlocks(nn.Module):
+    """One layer under three paths, which reads values of both signs, then those of a ReLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 1)
+        self.shared = nn.Conv2d(16, 16, 3, padding=1)
+        self.blocks = nn.Sequential(*(SharedBlock(self.shared) for _ in range(2)))
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+@pytest.mark.filterwarnings("ignore:(?s).*its output is not quantized")
+@pytest.mark.parametrize("dynamo", BOTH_EXPORTERS)
+def test_every_call_of_a_layer_with_several_paths_reads_codes(
+    dynamo: bool, path: Path
+) -> None:
+    """The file has the codes of its weight, and ONNX Runtime quantizes no other weight anew."""
+    x = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    net = calibrated(SharedByBlocks(), x, target="onnxruntime", example=x[:1])
+    torchq.export_onnx(net, x[:1], path, dynamo=dynamo)
+    weights = [node.inputs[1] for node in nodes_of(load_model(path), "Conv")]
+    assert sum(stored_weight(weight) is not None for weight in weights) == 4
+    report = torchq.verify_onnx(net, path, [x])
+    assert report.ok, str(report)
+    assert report.outputs[0].equal == 1

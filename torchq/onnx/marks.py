@@ -77,10 +77,16 @@ class Marks:
         After: A mark has the dotted path of the quantizer, in both cases.
 
         Raises:
-            MarksLost: A quantizer that was called has no Identity, or one that is not known.
+            MarksLost: A quantizer that was called has no Identity, or one that is not known; or a
+                parameter that it reads is read without it.
         """
         placed = set()
-        stored_values = {f"{path}.{_STORED}": path for path in self.stored}
+        # A module with several paths has any of them in the graph.
+        stored_values = {
+            f"{alias}.{_STORED}": path
+            for alias, path in self._path_by_alias.items()
+            if path in self.stored
+        }
         for node in list(model.graph):
             path = self._path_of_scope(node)
             if path in self.copied and path not in placed:
@@ -93,6 +99,7 @@ class Marks:
                 if stored_path is not None:
                     self._mark_stored(node, value, stored_path)
                     del stored_values[value.name]
+        self._check_stored(model)
         if placed != self.copied:
             missing = min(self.copied - placed)
             raise MarksLost(
@@ -100,6 +107,18 @@ class Marks:
                 "expected one. Pass dynamo=False for torch's other exporter"
             )
         model.graph.opset_imports[MARK[0]] = 1
+
+    def _check_stored(self, model: Model) -> None:
+        """Raise MarksLost for a parameter that is read without the mark of its quantizer."""
+        for node in model.graph:
+            for value in node.inputs:
+                is_stored = value is not None and str(value.name).endswith(_STORED)
+                if is_stored and node.domain != MARK[0]:
+                    raise MarksLost(
+                        f"export_onnx: {value.name}: got a reader of a quantized parameter "
+                        f"without its quantizer, {node.name}; expected a mark between. Pass "
+                        "dynamo=False for torch's other exporter"
+                    )
 
     def _path_of_scope(self, node: Node) -> str | None:
         """Return the path of the quantizer that an Identity comes from."""

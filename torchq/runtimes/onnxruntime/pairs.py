@@ -216,18 +216,34 @@ def separate_clips(model: Model) -> None:
 
     ONNX Runtime 1.32 removes a ReLU in front of codes whose zero point is 0, as if they were
     unsigned integers; FP8 codes have a sign. And it quantizes the weight and bias of a float
-    convolution in front of a Clip and codes once more, with scales of its own; the Clip of codes
-    of fewer than 8 bits leaves the convolution in float.
+    convolution in front of an activation and codes once more, with scales of its own; the Clip of
+    codes of fewer than 8 bits leaves the convolution in float, and so does an activation that codes
+    do not include, as they begin below 0.
 
-    Before: Relu or Clip -> QuantizeLinear to FP8, or to fewer codes than the type has.
+    Before: Relu or Clip -> QuantizeLinear to FP8, to fewer codes than the type has, or behind a
+    convolution of codes to codes that begin below 0.
     After: Max(x, x), which is x, stands between them.
     """
     for node in nodes_of(model, "QuantizeLinear"):
         behind = computed_by(node.inputs[0], "Relu", "Clip")
         if behind is None:
             continue
-        if not format_of(element_type(node)).is_integer or _cuts_codes(behind, node):
+        is_unfused = not format_of(element_type(node)).is_integer or (
+            _cuts_codes(behind, node) or _follows_float_convolution(behind, node)
+        )
+        if is_unfused:
             separate(node.inputs[0], node)
+
+
+def _follows_float_convolution(activation: Node, quantize: Node) -> bool:
+    """Return True behind a quantized convolution that an activation keeps in float."""
+    layer = computed_by(activation.inputs[0], "Conv")
+    return (
+        layer is not None
+        and weight_of(layer) is not None
+        and dequantized(layer.inputs[0]) is not None
+        and not starts_at_zero(quantize)
+    )
 
 
 def separate_softmaxes(model: Model) -> None:
