@@ -21,9 +21,11 @@ import os
 import platform
 import subprocess
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -218,16 +220,54 @@ class Reporter:
             self._file.flush()
 
 
+def stored_rows(path: Path | None) -> list[dict[str, Any]]:
+    """Return the rows of a file of results; none where there is no file."""
+    if path is None or not path.exists():
+        return []
+    rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    return [row for row in rows if row["kind"] == "result"]
+
+
 def finished_rows(path: Path | None, *names: str) -> set[tuple[Any, ...]]:
     """Return the rows that a file of results has already, each as its values of ``names``."""
-    if path is None or not path.exists():
-        return set()
-    rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-    return {
-        tuple(row.get(name) for name in names)
-        for row in rows
-        if row["kind"] == "result"
-    }
+    return {tuple(row.get(name) for name in names) for row in stored_rows(path)}
+
+
+def parser_of_networks(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser for :func:`fill_or_show`; the benchmark adds its own options."""
+    options = parser(description)
+    options.add_argument("--only", default="*", help="a pattern of names of networks")
+    options.add_argument("--table", action="store_true", help="print the rows of --out")
+    return options
+
+
+def fill_or_show(
+    options: argparse.Namespace,
+    bench: str,
+    packages: Iterable[str],
+    cases: Mapping[tuple[Any, ...], Callable[[], Mapping[str, Any]]],
+    key: Sequence[str],
+    show: Callable[[list[dict[str, Any]]], str],
+) -> None:
+    """Print the table of a file where ``--table`` says so; measure the rows that it lacks if not.
+
+    Args:
+        options: of :func:`parser_of_networks`.
+        bench: the name of the benchmark.
+        packages: whose versions are stored.
+        cases: what tells a row from others, the name of a network first -> measures the row.
+        key: the names of these values in a row.
+        show: returns the table of some rows.
+    """
+    if options.table:
+        print(show(stored_rows(options.out)))
+        return
+    done = finished_rows(options.out, *key)
+    warnings.simplefilter("ignore")
+    with Reporter(bench, options.out, packages) as report:
+        for case, measure in cases.items():
+            if case not in done and fnmatchcase(case[0], options.only):
+                report.value(**measure())
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

@@ -16,21 +16,17 @@ Example:
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import time
-import warnings
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 import torchq
-from benchmarks.harness import Reporter, finished_rows, parse, parser
+from benchmarks.harness import fill_or_show, parse, parser_of_networks
 from benchmarks.qnn_networks import network
 from torchq.analysis.forecast import FLOAT, INT8, LAYERS, TargetForecast
 from torchq.errors import CalibrationError, TorchqError
@@ -51,7 +47,6 @@ NETWORKS = [
     "bert",
 ]
 TARGETS = ("onnxruntime", "openvino")
-_KEY = ("network", "target")
 #: How far beyond its ends a forecast may be off, as a part of them.
 _BEYOND = 0.1
 
@@ -122,10 +117,8 @@ def holds(row: dict[str, Any]) -> bool:
     return bool(min(shares) * (1 - slack) <= measured <= max(shares) * (1 + slack))
 
 
-def print_table(path: Path) -> None:
-    """Print the rows of a file."""
-    lines_of_file = map(json.loads, path.read_text("utf-8").splitlines())
-    rows = [row for row in lines_of_file if row["kind"] == "result"]
+def shown(rows: list[dict[str, Any]]) -> str:
+    """Return the table of some rows."""
     heading = ("network", "target", "float ms", "all", "layers", "measured", "holds",
                "keep=pays", "forecast s", "pays s")  # fmt: skip
     lines: list[tuple[str, ...]] = [heading]
@@ -154,29 +147,18 @@ def print_table(path: Path) -> None:
             )
         )
     good = sum("problem" not in row and holds(row) for row in rows)
-    print(table(lines, f"{good} of {len(rows)} forecasts hold"))
-
-
-def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
-    options = parser(__doc__)
-    options.add_argument("--only", default="*", help="a pattern of names of networks")
-    options.add_argument("--table", action="store_true", help="print the rows of --out")
-    return parse(options, argv)
+    return table(lines, f"{good} of {len(rows)} forecasts hold")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure what is missing, or print the table."""
-    options = options_of(argv)
-    if options.table:
-        print_table(options.out)
-        return
-    done = finished_rows(options.out, *_KEY)
-    warnings.simplefilter("ignore")
-    with Reporter("pays", options.out, ("onnxruntime", "openvino")) as report:
-        for name in NETWORKS:
-            for target in TARGETS:
-                if (name, target) not in done and fnmatchcase(name, options.only):
-                    report.value(**measure(name, target))
+    options = parse(parser_of_networks(__doc__), argv)
+    cases = {
+        (name, target): partial(measure, name, target)
+        for name in NETWORKS
+        for target in TARGETS
+    }
+    fill_or_show(options, "pays", TARGETS, cases, ("network", "target"), shown)
 
 
 if __name__ == "__main__":

@@ -21,13 +21,11 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import tempfile
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -37,7 +35,7 @@ from torch import nn
 
 import torchq
 from benchmarks.fold_after_training import UNet
-from benchmarks.harness import Reporter, finished_rows, parse, parser
+from benchmarks.harness import fill_or_show, parse, parser_of_networks
 from benchmarks.zoo_models import build
 from torchq.errors import TorchqError
 from torchq.graph import call_model, tensors_in
@@ -257,10 +255,8 @@ def by_onnxruntime(
 MAKERS = {"torchq": by_torchq, "onnxruntime": by_onnxruntime}
 
 
-def print_table(path: Path) -> None:
-    """Print the rows of a file."""
-    lines_of_file = map(json.loads, path.read_text("utf-8").splitlines())
-    rows = [row for row in lines_of_file if row["kind"] == "result"]
+def shown(rows: list[dict[str, Any]]) -> str:
+    """Return the table of some rows."""
     levels = ("emulator_to_simulation", "emulator_to_float", "simulation_to_float")
     lines = [
         ("network", "by", "bits", "whole", "emulator/simulation", "/float", "sim/float")
@@ -270,12 +266,11 @@ def print_table(path: Path) -> None:
         whole = "yes" if row["whole"] else "no"
         lines.append((row["network"], row["by"], str(row["bits"]), whole, *figures))
     count = sum(row["whole"] for row in rows)
-    print(table(lines, f"{count} of {len(rows)} whole"))
+    return table(lines, f"{count} of {len(rows)} whole")
 
 
 def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
-    options = parser(__doc__)
-    options.add_argument("--only", default="*", help="a pattern of names")
+    options = parser_of_networks(__doc__)
     options.add_argument(
         "--soc", default="43", help="the chip, a key of torchq.runtimes.qnn.CHIPS"
     )
@@ -284,25 +279,18 @@ def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     options.add_argument("--bits", type=int, choices=(8, 16), default=8)
     options.add_argument("--by", choices=MAKERS, default="torchq")
-    options.add_argument("--table", action="store_true", help="print the rows of --out")
     return parse(options, argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure what is missing, or print the table."""
     options = options_of(argv)
-    if options.table:
-        print_table(options.out)
-        return
-    done = finished_rows(options.out, *_KEY)
-    warnings.simplefilter("ignore")
-    with Reporter(
-        "qnn_networks", options.out, ("onnxruntime", "onnxruntime-qnn")
-    ) as report:
-        for name in NETWORKS:
-            case = (name, options.soc, options.bits, options.by)
-            if case not in done and fnmatchcase(name, options.only):
-                report.value(**measure(*case, options.limit))
+    cases = {}
+    for name in NETWORKS:
+        case = (name, options.soc, options.bits, options.by)
+        cases[case] = partial(measure, *case, options.limit)
+    packages = ("onnxruntime", "onnxruntime-qnn")
+    fill_or_show(options, "qnn_networks", packages, cases, _KEY, shown)
 
 
 if __name__ == "__main__":

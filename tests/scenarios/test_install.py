@@ -19,6 +19,14 @@ EXTRAS = (
     "scipy",
     "yaml",
 )
+#: Parts of torch that take seconds, and that torch itself loads when they are used.
+LATE = (
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.onnx._internal",
+    "torch.export",
+    "sympy",
+)
 CODE = f"""
 import sys, warnings, torch, tqdm.auto
 before = set(sys.modules)
@@ -27,6 +35,8 @@ with warnings.catch_warnings(record=True) as caught:
     import torchq
 new = {{name.partition(".")[0] for name in set(sys.modules) - before}}
 print("extras", sorted(new & set({EXTRAS!r})))
+late = {LATE!r}
+print("late", sorted(n for n in set(sys.modules) - before if n.startswith(late)))
 old = ("torch.ao", "torch.quantization")
 print("deprecated", sorted(n for n in set(sys.modules) - before if n.startswith(old)))
 print("cuda", torch.cuda.is_initialized())
@@ -52,6 +62,7 @@ def test_s01_import_needs_only_torch() -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "extras []",
+        "late []",
         "deprecated []",
         "cuda False",
         "warnings []",
