@@ -76,7 +76,9 @@ def average_by_convolutions(model: Model) -> None:
     for node in nodes_of(model, "AveragePool"):
         window = list(attribute(node, "kernel_shape", ()))
         channels = _channels(node, shapes)
-        if channels is None or max(window) > _LARGEST_KERNEL or not _is_plain(node):
+        if channels is None or not _is_plain(node):
+            continue
+        if max(window) == 1 or max(window) > _LARGEST_KERNEL:
             continue
         strides = list(attribute(node, "strides", (1, 1)))
         pads = list(attribute(node, "pads", (0,) * _IMAGE))
