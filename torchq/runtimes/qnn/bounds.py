@@ -98,11 +98,11 @@ class Between:
 
     def averages_at_ties(self) -> bool:
         """Return True for an average where the scales let values lie between two codes."""
-        places = [count for node in self.operators if (count := averaged(node))]
+        places = max(map(averaged, self.operators), default=0)
         if not places or len(self.scales) != 2:
             return False
         of_input, of_result = self.scales
-        steps = of_input / of_result / max(places)
+        steps = of_input / of_result / places
         return any(_is_odd(steps * parts) for parts in _PARTS)
 
     def adds_at_ties(self) -> bool:
