@@ -47,15 +47,12 @@ def warn_of_steps(
     if not steps:
         return
     counts = ", ".join(f"{name} ({count} steps)" for name, count in steps.items())
-    opened = {
-        f"{name}: {dimension}"
-        for name, dimensions in (dynamic_shapes or {}).items()
-        for dimension in dimensions
-        if dimension
-    }
+    opened: list[str] = []
+    for name, dimensions in (dynamic_shapes or {}).items():
+        opened += [f"{name}: {dimension}" for dimension in dimensions if dimension]
     remedy = (
-        "With a float hidden state a level is one node in float, of any length: export and verify in "
-        '`with torchq.disabled(model, "*.hidden_*"):`'
+        "With a float hidden state a level is one node in float, of any length: export and "
+        'verify in `with torchq.disabled(model, "*.hidden_*"):`'
     )
     if opened:
         raise ExportError(
