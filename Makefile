@@ -61,6 +61,7 @@ test-targets:
 	$(PYTHON) -m venv .venv-qnn
 	.venv-qnn/bin/pip install -e ".[all,dev,qnn]"
 	.venv-qnn/bin/python -m pytest tests/runtimes/test_qnn.py tests/runtimes/test_qnn_widths.py \
+		tests/runtimes/test_qnn_convolutions.py \
 		tests/onnx/test_dumps.py \
 		"tests/test_docs.py::test_the_code_runs[docs/platforms.md#Qualcomm, emulated here]"
 	$(PYTHON) -m venv .venv-makers
