@@ -133,6 +133,12 @@ LOST: dict[str, tuple[Callable[[Tensor], Tensor], tuple[bool, ...]]] = {
         lambda x: x.index_put((torch.tensor([0, 0]),), x[:2], True),
         (False,),
     ),
+    "include_self=False": (
+        lambda x: x.scatter_reduce(
+            1, torch.zeros_like(x, dtype=torch.long), x, "mean", include_self=False
+        ),
+        (True,),
+    ),
 }
 
 

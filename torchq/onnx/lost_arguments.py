@@ -1,7 +1,7 @@
 """Arguments that torch's exporters leave out without a word: a file computes something else.
 
 Measured with torch 2.14 and ONNX Runtime 1.31, over a hundred functions with other arguments than
-their defaults: all others are written right, or refused by the exporter itself.
+their defaults: all others that were tried are written right, or refused by the exporter itself.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class _Lost:
         is_lost: whether these arguments need it.
         fix: what to do instead.
         by_dynamo: whether the exporter that is based on torch.export leaves it out too.
+        by_torchscript: whether the older one does; it refuses some of these itself.
     """
 
     names: tuple[str, ...]
@@ -39,6 +40,7 @@ class _Lost:
     is_lost: Callable[[Arguments], bool]
     fix: str
     by_dynamo: bool
+    by_torchscript: bool = True
 
 
 def _differs(name: str, usual: float, arguments: Arguments) -> bool:
@@ -98,6 +100,17 @@ _LOST: dict[str, _Lost] = {
         _OTHER_EXPORTER,
         by_dynamo=False,
     ),
+    "scatter_reduce": _Lost(
+        ("input", "dim", "index", "src", "reduce", "include_self"),
+        "include_self",
+        lambda arguments: (
+            arguments.get("reduce") == "mean"
+            and not arguments.get("include_self", True)
+        ),
+        "Divide the sum by the number of its terms",
+        by_dynamo=True,
+        by_torchscript=False,
+    ),
 }
 
 
@@ -118,12 +131,15 @@ class _Watch(TorchFunctionMode):
         """Note that a module ends."""
         self._running.pop()
 
+    def _leaves_out(self, lost: _Lost) -> bool:
+        return lost.by_dynamo if self._dynamo else lost.by_torchscript
+
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         lost = _LOST.get(function_name(func).rstrip("_"))
-        if lost is not None and (lost.by_dynamo or not self._dynamo):
+        if lost is not None and self._leaves_out(lost):
             arguments = {**dict(zip(lost.names, args, strict=False)), **kwargs}
             if lost.is_lost(arguments):
                 path = self._running[-1] if self._running else ""
