@@ -157,7 +157,7 @@ TENSORS_OF_ANOTHER_MODEL: list[tuple[str, Any, str]] = [
     (AMAX, torch.tensor(1j), f"{AMAX} has the type"),
     (WEIGHT_AMAX, torch.ones(4, 1, 1, 1).to_sparse(), "is not a dense tensor"),
     (AMAX, torch.ones(1).expand(2**40), rf"{AMAX} repeats its numbers to the shape"),
-    ("first.input_quantizer.amin", torch.tensor(-1.0), "is not expected"),
+    ("first.weight_quantizer.amin", torch.tensor(-1.0), "is not expected"),
     (FACTORS, "3", "is a str, not a tensor"),
     (FACTORS, None, "is a NoneType, not a tensor"),
     (FACTORS, torch.ones(3, 1, 1).to_sparse(), "is not a dense tensor"),
