@@ -36,6 +36,9 @@ def reach(quantizer: TensorQuantizer, weight: Tensor) -> Tensor:
     ends = [end.detach().abs().reshape(-1) for _, end in quantizer.range.ends()]
     calibrated = torch.stack(ends).amax(0)  # the farther one of two
     scaled = quantizer.scaled(weight.detach())
+    if len(ends) == 1 and quantizer.descriptor.unsigned is True:
+        # Such a range has no lower side, from the start; its calibration warns of that.
+        scaled = scaled.clamp(min=0)
     now = reduce_amax(scaled, quantizer.descriptor.granularity).reshape(-1)
     if now.numel() != calibrated.numel():
         return now.new_empty(0)
