@@ -57,7 +57,8 @@ _LARGEST_KERNEL, _LARGEST_STRIDE = 11, 3
 #: A smaller one does not compile on the oldest chips, so zeros are put around it.
 _LEAST_KERNEL = 3
 #: Numbers that float16 holds with all of its digits.
-_SMALLEST, _LARGEST = 2.0**-14, 65504.0
+_SMALLEST = 2.0**-14
+_LARGEST = 65504.0
 _WIDE = 16
 _IMAGE = 4
 #: What moves codes of one grid.
