@@ -272,6 +272,7 @@ def test_chips_without_float_kernels_keep_their_operators() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:(?s).*its output is not quantized")
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
 def test_files_compute_what_is_left_in_float(target: str, tmp_path) -> None:
     import onnx

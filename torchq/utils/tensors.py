@@ -18,9 +18,8 @@ def same_numbers(one: Tensor, other: Tensor) -> bool:
         return all(same_numbers(*pair) for pair in parts)
     one = dense_numbers(one)
     other = dense_numbers(other)
-    if torch.equal(
-        one, other
-    ):  # one kernel in place of six, and most tensors are equal
+    # One kernel in place of six, and most tensors are equal.
+    if torch.equal(one, other):
         return True
     return bool(((one == other) | ((one != one) & (other != other))).all())
 

@@ -282,9 +282,8 @@ def _together(model: nn.Module, samples: Sequence[Sample]) -> list[Sample]:
     if len(joined) < len(samples):
         try:
             return [sample.with_results(model) for sample in joined]
-        except (
-            Exception
-        ):  # whatever a model raises that takes batches of one size alone
+        # Whatever a model raises that takes batches of one size alone.
+        except Exception:
             joined = list(samples)
     return [sample.with_results(model) for sample in joined]
 

@@ -59,12 +59,13 @@ _TRANSPARENT = names(
     "QuantizeLinear DequantizeLinear Relu Clip MaxPool AveragePool Reshape Transpose Slice Split "
     "Squeeze Unsqueeze Flatten Pad Resize Identity Concat"
 )
+#: What one tensor goes through as values, without being quantized.
 _MOVING = _TRANSPARENT - names("QuantizeLinear DequantizeLinear Concat")
 #: What OpenVINO may make a part of the layer behind it.
 _AFFINE = names("Add Sub Mul Div BatchNormalization QuantizeLinear DequantizeLinear")
 _PRODUCTS = names("MatMul Gemm")
 #: What moves elements of tokens, or cuts them at 0.
-_MOVING = names(
+_MOVING_TOKENS = names(
     "Relu Clip Reshape Transpose Slice Split Squeeze Unsqueeze Flatten Identity Concat"
 )
 
@@ -132,7 +133,7 @@ def _is_read_with_zero_point(node: Node) -> bool:
         for user in readers(value):
             if user.op_type in _PRODUCTS and has_zero_point:
                 return True
-            if user.op_type in _MOVING or user.op_type in _AFFINE:
+            if user.op_type in _MOVING_TOKENS or user.op_type in _AFFINE:
                 has_one = user.op_type == "QuantizeLinear" and _has_zero_point(user)
                 pending.append((user.outputs[0], has_zero_point or has_one))
     return False
