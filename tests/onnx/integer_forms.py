@@ -68,7 +68,8 @@ class SkipThroughNothing(Form):
 
     def operator(self, x: Tensor) -> Tensor:
         x = self.layer(x)
-        return F.dropout(self.branch(x), 0.1, self.training) + self.skip(x)
+        branch = F.dropout(self.branch(x), 0.1, self.training)
+        return branch.detach() + self.skip(x).contiguous()
 
 
 class Rows(Form):

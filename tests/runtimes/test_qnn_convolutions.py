@@ -123,6 +123,15 @@ def exported(inner: nn.Module, path: Path, bits: int) -> nn.Module:
         (nn.AvgPool2d(3, 1, 1), [3, 3], [1, 1], [1, 1, 1, 1]),
         (nn.AvgPool2d((5, 1), (1, 3)), [5, 3], [1, 3], [0, 1, 0, 1]),
         (nn.AvgPool2d(8), [8, 8], [2, 2], [0, 0, 0, 0]),
+        # With an activation between the average and the places that stay.
+        (
+            nn.Sequential(nn.AvgPool2d(4), nn.ReLU()),
+            *([4, 4], [2, 2], [0, 0, 0, 0]),
+        ),
+        (
+            nn.Sequential(nn.AvgPool2d(5), nn.ReLU6()),
+            *([5, 5], [1, 1], [0, 0, 0, 0]),
+        ),
     ],
 )
 def test_an_average_is_a_convolution_that_computes_the_same_codes(
@@ -234,6 +243,8 @@ def test_layers_behind_a_sigmoid_of_16_bits_read_its_codes_apart(
     [
         (lambda: nn.AvgPool2d(4), 8),
         (lambda: nn.AvgPool2d(8), 16),
+        (lambda: nn.Sequential(nn.AvgPool2d(4), nn.ReLU()), 8),
+        (lambda: nn.Sequential(nn.AvgPool2d(5), nn.ReLU6()), 16),
         (lambda: Factors(1e-6), 8),
         (Normalised, 16),
         (lambda: by_channel(5, 2, 2), 16),

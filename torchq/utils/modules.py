@@ -280,8 +280,11 @@ class _Held:
         elif hasattr(value, "bit_generator"):  # one of NumPy's
             numbers = value.bit_generator
             self._generators.append((partial(setattr, numbers, "state"), numbers.state))
-        elif _may_hold_results(type(value)) and hasattr(value, "__dict__"):  # type: ignore[arg-type]
-            self._note_container(vars(value))
+        else:
+            cls: type[Any] = type(value)
+            may_hold = _may_hold_results(cls)  # type: ignore[arg-type]
+            if may_hold and hasattr(value, "__dict__"):
+                self._note_container(vars(value))
 
     def _note_container(self, value: Any) -> None:
         is_noted = id(value) in self._filled or id(value) in self._empty

@@ -409,7 +409,8 @@ def _routed_class(
 
 
 def _blank(cls: type[nn.Module], is_container: bool, digest: str) -> RoutedModule:
-    reading = next((r for r in _readings(cls) if r.digest == digest), rewritten(cls))  # type: ignore[arg-type]
+    readings = (r for r in _readings(cls) if r.digest == digest)  # type: ignore[arg-type]
+    reading = next(readings, None) or rewritten(cls)
     if reading.digest != digest:
         raise QuantizationError(f"{qualified_name(cls)}: {CHANGED}")
     twin: type[RoutedModule] = _routed_class(cls, reading, is_container)  # type: ignore[arg-type]

@@ -125,7 +125,9 @@ class OnnxRuntime(SessionEngine):
         "GELU, Hardswish, Hardsigmoid, LayerNorm and bilinear resizing have no integer kernel.",
         "Products of 8-bit weights and uint8 codes overflow 16 bits on x86 CPUs without VNNI or "
         "AMX. torchq's sessions set session.x64quantprecision='1' there; do so in yours, or use "
-        "torchq.recipes.int8(reduce_range=True).",
+        "torchq.recipes.int8(reduce_range=True). Where layers run several times, or have equal "
+        "codes, ONNX Runtime refuses that setting; torchq's sessions copy these weights first, and "
+        "sessions of your own need reduce_range=True.",
     )
     versions: str = "1.31 and 1.32"
     proved: str = "equal codes"

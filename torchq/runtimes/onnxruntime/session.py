@@ -173,7 +173,8 @@ def _with_exact_products(
             session = runtime.InferenceSession(graph, exact, [provider])
             return (
                 session,
-                f"{setting} and weights copied for each of their calls, as this CPU has no VNNI",
+                f"{setting} and weights copied for each of their calls, as this CPU has no VNNI "
+                "(sessions of your own need reduce_range=True)",
             )
         except Exception as error:  # The exception classes of ONNX Runtime are private.
             log.debug("%s: %s", EXACT_PRODUCTS, error)

@@ -53,7 +53,8 @@ from torchq.runtimes.qnn.passes import is_one_grid
 #: The code of every place of a weight that is one number: the scale holds the number.
 _CODE = 127
 #: Kernels and strides that the chip takes where each channel is by itself.
-_LARGEST_KERNEL, _LARGEST_STRIDE = 11, 3
+_LARGEST_KERNEL = 11
+_LARGEST_STRIDE = 3
 #: A smaller one does not compile on the oldest chips, so zeros are put around it.
 _LEAST_KERNEL = 3
 #: Numbers that float16 holds with all of its digits.
@@ -93,9 +94,15 @@ def average_by_convolutions(model: Model) -> None:
 
 
 def _choose(result: Value, strides: Sequence[int]) -> None:
-    """Keep one place of so many in each dimension of a result that one QuantizeLinear reads."""
-    (quantize,) = readers(result)
+    """Keep one place of so many in each dimension of a result that one QuantizeLinear reads.
+
+    Activations between them stay in front.
+    """
     producer = result.producer()
+    (quantize,) = readers(result)
+    while quantize.op_type != "QuantizeLinear":
+        producer = quantize
+        (quantize,) = readers(producer.outputs[0])
     insert_pair(producer, list(quantize.inputs[1:]))
     values = quantize.inputs[0]
     windows = {"kernel_shape": [1, 1], "strides": list(strides)}
