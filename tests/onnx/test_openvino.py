@@ -309,6 +309,37 @@ def test_sums_keep_codes_whose_values_vanish(path: Path) -> None:
     assert agreement(quantized(Vanishing().eval(), x), x, path) > ALIKE_DB
 
 
+class VanishingFactor(nn.Module):
+    """A product of two results whose second factor has values up to 1e-7, and no symmetric ones."""
+
+    def __init__(self, move: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.left = nn.Linear(8, 8)
+        self.right = nn.Linear(8, 8)
+        self.move = move
+        self.last = nn.Linear(8, 8, bias=False)
+        with torch.no_grad():
+            self.right.weight.mul_(1e-8)
+            self.right.bias.copy_(torch.linspace(0, 1e-7, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.left(x) @ self.move(self.right(x)))
+
+
+FACTORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a result": lambda x: x,
+    "turned": lambda x: x.transpose(-1, -2),
+}
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_products_keep_codes_whose_values_vanish(name: str, path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 8, 8)
+    model = quantized(VanishingFactor(FACTORS[name]).eval(), x)
+    assert agreement(model, x, path) > ALIKE_DB
+
+
 class ReadTwice(nn.Module):
     """A layer without a bias whose result is quantized for two others, and returned in float."""
 

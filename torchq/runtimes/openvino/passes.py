@@ -276,12 +276,36 @@ def separate_small_terms(model: Model) -> None:
     """
     for node in nodes_of(model, "Add", "Sub"):
         for operand in dict.fromkeys(node.inputs):
-            value = operand
-            while (moved := computed_by(value, *_MOVING)) is not None:
-                value = moved.inputs[0]
-            quantize = _quantizer_of(value)
+            quantize = _quantizer_of(_moved_from(operand))
             if quantize is not None and 0 < _offset(quantize) < _LOST_OFFSET:
                 separate(operand, node)
+
+
+#: The offset of a second factor is lost where all its values are below this; measured: 1e-6.
+_LOST_FACTOR = 2e-6
+
+
+def separate_small_factors(model: Model) -> None:
+    """Keep codes of tiny values out of the products whose second factor they are.
+
+    OpenVINO 2026.4 makes the codes of a second factor signed. Where no value of it is as large as
+    1e-6, it drops the offset that their zero point has then, and the product is another one.
+
+    Before: DequantizeLinear of such codes -> what moves elements -> the second input of MatMul.
+    After: Max(x, x), which is x, stands in front of the MatMul.
+    """
+    for node in nodes_of(model, "MatMul"):
+        operand = node.inputs[1]
+        quantize = _quantizer_of(_moved_from(operand))
+        if quantize is not None and _largest(quantize) < _LOST_FACTOR:
+            separate(operand, node)
+
+
+def _moved_from(value: Value) -> Value:
+    """Return the value whose elements were moved, and perhaps cut at 0."""
+    while (moved := computed_by(value, *_MOVING)) is not None:
+        value = moved.inputs[0]
+    return value
 
 
 def _offset(quantize: Node) -> float:
@@ -289,6 +313,16 @@ def _offset(quantize: Node) -> float:
     qparams = qparams_of(quantize)
     offset = qparams.zero_point - qparams.quant_min
     return float((offset * qparams.scale).max())
+
+
+def _largest(quantize: Node) -> float:
+    """Return the largest size of what codes stand for."""
+    qparams = qparams_of(quantize)
+    codes = (qparams.quant_min, qparams.quant_max)
+    return max(
+        float(((code - qparams.zero_point) * qparams.scale).abs().max())
+        for code in codes
+    )
 
 
 def _counts_padding(pool: Node) -> bool:

@@ -36,6 +36,7 @@ from torchq.runtimes.openvino.passes import (
     separate_pairs,
     separate_reductions,
     separate_scaled_terms,
+    separate_small_factors,
     separate_small_terms,
     unequal_biases,
     unsigned_codes,
@@ -60,6 +61,7 @@ _FILE = FileRules(
         separate_reductions,
         separate_scaled_terms,
         separate_small_terms,
+        separate_small_factors,
         unequal_biases,
     ),
     checks=(
