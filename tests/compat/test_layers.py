@@ -15,6 +15,7 @@ from torchq.compat.pytorch_quantization import nn as quant_nn
 from torchq.compat.pytorch_quantization import quant_modules, tensor_quant, utils
 from torchq.compat.pytorch_quantization.nn.modules import _utils, quant_conv
 from torchq.compat.pytorch_quantization.tensor_quant import QuantDescriptor
+from torchq.errors import ExportError
 from torchq.graph.calling import tensors_in
 
 SHAPES = {1: (2, 4, 9), 2: (2, 4, 9, 8), 3: (2, 4, 6, 5, 7)}
@@ -177,6 +178,47 @@ def test_several_layers_are_traced_and_saved(
         tensors_in(torch.jit.load(buffer)(x)), tensors_in(model(x)), strict=True
     ):
         assert torch.equal(got, want)
+
+
+DESCRIPTORS = [
+    QuantDescriptor(),
+    QuantDescriptor(num_bits=4, narrow_range=True),
+    QuantDescriptor(num_bits=12),
+    QuantDescriptor(unsigned=True),
+    QuantDescriptor(axis=0),
+    QuantDescriptor(axis=(-1,)),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("descriptor", DESCRIPTORS, ids=str)
+def test_traces_hold_torchs_own_operators_on_demand(
+    descriptor: QuantDescriptor, dtype: torch.dtype
+) -> None:
+    quant_nn.TensorQuantizer.use_fb_fake_quant = True
+    quantizer = quant_nn.TensorQuantizer(descriptor).eval()
+    x = torch.linspace(-2, 2, 40).reshape(8, 5).to(dtype)
+    x = x.relu() if descriptor.unsigned else x
+    # The first of several ranges is dead.
+    lengths = {"axis=0": 8, "axis=(-1,)": 5, "axis=None": 1}
+    length = lengths[f"axis={descriptor.axis}"]
+    quantizer.amax = torch.linspace(1.5 if length == 1 else 0.0, 2, length)
+    traced = torch.jit.trace(quantizer, (x,))
+    kind = "per_tensor" if descriptor.axis is None else "per_channel"
+    assert f"aten::fake_quantize_{kind}_affine" in str(traced.inlined_graph)
+    # No value lies at a tie, so a reciprocal for a quotient costs a last bit.
+    torch.testing.assert_close(traced(x), quantizer(x))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_traces_hold_ranges_along_one_dimension_alone() -> None:
+    quant_nn.TensorQuantizer.use_fb_fake_quant = True
+    quantizer = quant_nn.TensorQuantizer(QuantDescriptor(axis=(0, 1)))
+    with pytest.raises(
+        ExportError, match="expected ranges along one dimension at most"
+    ):
+        torch.jit.trace(quantizer, (torch.rand(3, 4),))
 
 
 def test_defaults_belong_to_the_class() -> None:

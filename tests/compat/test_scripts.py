@@ -68,11 +68,52 @@ def test_detector_flow(run: Any, tmp_path: Path) -> None:
     assert report["half"] == "torch.float32"
 
 
+# torch.jit is deprecated, and its tracer warns of sizes.
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_vgg_flow(run: Any, tmp_path: Path) -> None:
+    report = run("vgg_flow.py", "--out", str(tmp_path))
+    assert report["float"] > 0.95
+    assert report["calibrated"] == report["resumed"] > 0.9
+    assert report["finetuned"] > 0.9
+    # An operator for each input and weight of three convolutions, two linear layers and a pool.
+    assert (report["per_tensor"], report["per_channel"], report["python"]) == (6, 5, 0)
+    # Torch's operators multiply by reciprocals, and log-probabilities are of the size of 1.
+    assert report["off"] < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("per_tensor", [False, True])
+def test_vit_flow(run: Any, tmp_path: Path, per_tensor: bool) -> None:
+    flags = ["--quant-per-tensor"] if per_tensor else []
+    report = run("vit_flow.py", "--out", str(tmp_path), *flags)
+    assert report["float"] > 0.95
+    assert report["calibrated"] > 0.9 and report["finetuned"] > 0.9
+    assert all(before > 1.0 for before in report["gelu"])
+    assert report["reloaded"] and report["traced"]
+    assert report["codes"] == 0
+    assert report["qkv"] == (1 if per_tensor else 3)
+
+
+def test_efficientnet_flow(run: Any, tmp_path: Path) -> None:
+    report = run("efficientnet_flow.py", "--out", str(tmp_path))
+    assert report["float"] > 0.95
+    assert report["left"] == report["keys"] == 0
+    assert report["quantizers"] == 33
+    results = (report["calibrated"], report["finetuned"], report["averaged"])
+    assert min(results) > 0.9
+
+
 # The scripts call the TorchScript exporter, which torch deprecates; its warnings are not tested.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("script", "file", "expected"),
-    [("resnet_flow.py", "model.onnx", 19), ("detector_qat.py", "qat.onnx", 25)],
+    [
+        ("resnet_flow.py", "model.onnx", 19),
+        ("detector_qat.py", "qat.onnx", 25),
+        ("efficientnet_flow.py", "efficientnet.onnx", 33),
+    ],
 )
 def test_export_of_each_flow(
     run: Any, tmp_path: Path, script: str, file: str, expected: int

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchq import nn as core
 from torchq.calib import Calibrator
+from torchq.compat import traces
 from torchq.compat.errors import UnsupportedError
 from torchq.compat.pytorch_quantization import calib
 from torchq.compat.pytorch_quantization.clip import Clip
@@ -26,7 +27,7 @@ from torchq.compat.pytorch_quantization.tensor_quant import (
 )
 from torchq.descriptor import QuantDescriptor as CoreDescriptor
 from torchq.errors import CalibrationError, ConfigError, ExportError
-from torchq.formats import Granularity, PerAxis, PerTensor
+from torchq.formats import Granularity, IntFormat, PerAxis, PerTensor, integer_format
 from torchq.functional import QParams, Range, reduce_amax
 from torchq.utils import constant_while_tracing
 
@@ -52,14 +53,20 @@ def quantize_dequantize(
 
     ``amax`` broadcasts, or has one element for each index of the axis of ``granularity``.
     """
-    with constant_while_tracing():
-        if amax.numel() == 1:
-            amax = amax.reshape(())
-        elif isinstance(granularity, PerAxis):
-            amax = granularity.align(amax, inputs.shape)
+    amax = _aligned(inputs, amax, granularity)
     if isinstance(num_bits, tuple):
         return scaled_e4m3(inputs, amax, *num_bits)
     return fake_tensor_quant(inputs, amax, num_bits, unsigned, narrow_range)
+
+
+def _aligned(inputs: Tensor, amax: Tensor, granularity: Granularity) -> Tensor:
+    """Return ``amax`` without dimensions, or with those of ``inputs``."""
+    with constant_while_tracing():
+        if amax.numel() == 1:
+            return amax.reshape(())
+        if isinstance(granularity, PerAxis):
+            return granularity.align(amax, inputs.shape)
+    return amax
 
 
 def _setter(flag: str, value: bool, doc: str) -> Callable[[Any], None]:
@@ -95,7 +102,8 @@ class TensorQuantizer(core.TensorQuantizer):
             ``learn_amax``.
     """
 
-    #: Accepted without effect: both exporters write QuantizeLinear and DequantizeLinear anyway.
+    #: Traces of torch.jit hold torch's own operators then, which Torch-TensorRT reads. Exports hold
+    #: QuantizeLinear and DequantizeLinear anyway.
     use_fb_fake_quant = False
     #: Set by enable_onnx_export(), which makes an unknown range an error. Exporting works without.
     _enable_onnx_export = False
@@ -357,10 +365,23 @@ class TensorQuantizer(core.TensorQuantizer):
             self._unsigned,
             self._narrow_range,
         )
+        format = self._format_in_traces()
+        if format is not None:
+            aligned = _aligned(inputs, live_range(amax), self.granularity)
+            return traces.fake_quantize(inputs, aligned, format)
         if self._fake_quant or isinstance(self._num_bits, tuple):
             return quantize_dequantize(inputs, amax, *options, self.granularity)
         codes, self._scale = tensor_quant(inputs, amax, *options)
         return codes
+
+    def _format_in_traces(self) -> IntFormat | None:
+        """Return the format that a trace holds torch's own operators of; None for anything else."""
+        is_wanted = self.use_fb_fake_quant and self._fake_quant and traces.is_traced()
+        if not is_wanted or isinstance(self._num_bits, tuple) or not self._num_bits:
+            return None
+        return integer_format(
+            self._num_bits, unsigned=self._unsigned, narrow=self._narrow_range
+        )
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return ``inputs``, calibrated on, clipped or quantized according to the switches."""
