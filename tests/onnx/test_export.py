@@ -657,3 +657,37 @@ def test_names_and_shapes_that_fit_no_file_are_refused(
     with pytest.raises(ExportError, match=message):
         torchq.export_onnx(model, torch.randn(2, 6), path, **options)
     assert not list(tmp_path.iterdir())
+
+
+class Neutral(nn.Module):
+    """Arithmetic that leaves values as they are, and some that nearly does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 2, 1)
+        self.register_buffer("one", torch.ones(1))
+        self.register_buffer("ones", torch.ones(2, 1, 1))
+        self.register_buffer("zero", torch.zeros(1, 1, 1, 1, 1))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        x = self.conv(x)
+        same = (self.one * x * 1.0 + 0.0 - 0.0).float() / self.one
+        return same.relu(), self.ones * x, x * 2, x + self.zero, 0.0 - x, self.one / x
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("dynamo", [False, True])
+def test_nodes_that_return_an_operand_are_removed(path: Path, dynamo: bool) -> None:
+    x = torch.randn(2, 3, 4, 4)
+    model = calibrated(Neutral(), x)
+    torchq.export_onnx(model, x, path, dynamo=dynamo, progress=False)
+    operators = [node.op_type for node in onnx.load(path).graph.node]
+    kinds = ("Mul", "Add", "Sub", "Div", "Cast")
+    assert {kind: operators.count(kind) for kind in kinds} == {
+        "Mul": 2,
+        "Add": 1,
+        "Sub": 1,
+        "Div": 1,
+        "Cast": 0,
+    }
+    assert torchq.verify_onnx(model, path, [x], progress=False).ok

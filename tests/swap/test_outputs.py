@@ -255,3 +255,32 @@ def test_readers_of_a_tensor_are_told_from_those_of_its_quantizer() -> None:
     )
     conv = plan.decision("conv")
     assert conv is not None and conv.output is not None and conv.output.unsigned
+
+
+class Skip(nn.Module):
+    """A result that an addition reads through sums and products that leave it as it is."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 1)
+        self.second = nn.Conv2d(4, 4, 1)
+        self.last = nn.Conv2d(4, 4, 1)
+        self.register_buffer("factor", torch.tensor(factor))
+        self.register_buffer("zero", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        skip = (x * self.factor - self.zero).clone()[:] / 1
+        return self.last(self.second(x) * 1.0 + (0 + skip).float())
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_what_leaves_values_as_they_are_is_seen_through(factor: float) -> None:
+    plan = torchq.plan(
+        Skip(factor), target="onnxruntime", example=torch.randn(2, 3, 4, 4)
+    )
+    rounded_by = {d.name: d.rounded_by for d in plan.replaced}
+    # Where a factor is left, a product in float reads the result too.
+    reader = "second.input_quantizer" if factor == 1 else "first.output_quantizer"
+    assert rounded_by["first"] == reader
+    assert rounded_by["second"].startswith("quant_add.")

@@ -20,7 +20,7 @@ from torchq.graph.operators import (
     reads_metadata,
 )
 from torchq.graph.tracing import is_torch_leaf
-from torchq.graph.values import ValueTracker
+from torchq.graph.values import ValueTracker, has_form_of, returned_operand
 from torchq.utils import child_path, random_kept, untouched
 
 #: How the names of functions begin that make random numbers.
@@ -88,6 +88,8 @@ class Call:
         inside: the path of the module whose forward makes the call, if it is known.
         stored: all tensors that it reads are parameters, buffers and attributes of modules, or are
             computed of these and of numbers, as anchors are. Random numbers do not count.
+        returned: the call whose result it returns or copies, whatever that is, as ``x * 1`` does;
+            none where that is what the model reads. None for a call that computes something.
     """
 
     index: int
@@ -100,6 +102,7 @@ class Call:
     shape: tuple[int, ...] | None = None
     inside: str = ""
     stored: bool = False
+    returned: tuple[int, ...] | None = None
 
     @property
     def ndim(self) -> int | None:
@@ -265,6 +268,8 @@ class _Recorder(TorchFunctionMode):
             if isinstance(a, Tensor)
         ]
         self._stored = {*self.holders, *map(id, attributes)}
+        # Parameters, and what is computed of them: training changes them.
+        self._learned = set(map(id, model.parameters()))
         # An id is only unique while its tensor lives.
         self._alive: list[Tensor] = attributes
 
@@ -344,10 +349,20 @@ class _Recorder(TorchFunctionMode):
                 if place and address_of(other) == place
             }
 
-    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _is_fixed(self, tensor: Tensor) -> bool:
+        """Return True for a buffer, and for what is computed of buffers and numbers alone."""
+        return id(tensor) in self._stored and id(tensor) not in self._learned
+
+    def _run(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: dict[str, Any],
+        returned: Tensor | None = None,
+    ) -> Any:
         if self._tracker is None:
             return func(*args, **kwargs)
-        return self._tracker.run(func, args, kwargs)
+        return self._tracker.run(func, args, kwargs, returned)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -360,10 +375,12 @@ class _Recorder(TorchFunctionMode):
         values = read_arguments(function_name(func), args, kwargs)
         inputs = self.sources(values)
         read = {id(tensor) for tensor in tensors_in(values)}
-        out = self._run(func, args, kwargs)
+        returned = returned_operand(func, args, kwargs, self._is_fixed)
+        source = None if returned is None else self.sources(returned)
+        out = self._run(func, args, kwargs, returned)
         name = function_name(func)
         writes = overwrites(func, kwargs) or "out" in kwargs
-        if writes and not self._stored.issuperset(read):
+        if writes and (_is_random(name) or not self._stored.issuperset(read)):
             self._forget_stored(kwargs.get("out", args[0] if args else out))
         module = None
         if _is_layer(func):
@@ -383,7 +400,10 @@ class _Recorder(TorchFunctionMode):
             arguments=tuple(value for value in args if not isinstance(value, Tensor)),
             functional=module is not None,
             options={k: v for k, v in kwargs.items() if not isinstance(v, Tensor)},
+            returned=source if has_form_of(out, returned) else None,
         )
+        if not self._learned.isdisjoint(read):
+            self._learned.update(map(id, tensors_in(out)))
         return out
 
 

@@ -7,7 +7,19 @@ import torch
 from torch import Tensor
 
 from torchq.graph.calling import address_of, tensors_in, version_of
-from torchq.graph.operators import effects_of, never_negative, operator_name
+from torchq.graph.operators import (
+    effects_of,
+    function_name,
+    never_negative,
+    operator_name,
+)
+
+_COPIES = frozenset(["alias", "clone", "contiguous", "detach", "pos", "positive"])
+_CASTS = frozenset(["bfloat16", "double", "float", "half", "to", "type", "type_as"])
+_SUMS = frozenset(["add", "iadd", "radd"])
+_DIFFERENCES = frozenset(["isub", "sub", "subtract"])
+_PRODUCTS = frozenset(["imul", "mul", "multiply", "rmul"])
+_QUOTIENTS = frozenset(["div", "divide", "itruediv", "true_divide", "truediv"])
 
 
 def adds_zeros(
@@ -22,11 +34,91 @@ def adds_zeros(
     )
 
 
+def returned_operand(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    is_fixed: Callable[[Tensor], bool],
+) -> Tensor | None:
+    """Return the operand that a call returns, or copies, whatever its values are; else None.
+
+    The call multiplies or divides by one, adds or subtracts zero, copies, or casts: whoever asks
+    compares the type and the shape of the result with those of the operand. ONNX Runtime removes
+    these. It keeps powers of one, and tensors of several ones or zeros.
+
+    Args:
+        function: what is called.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        is_fixed: says of a tensor that it holds the same numbers in every call.
+    """
+    name = function_name(function).strip("_")
+    first, second, *_ = (*args, kwargs.get("other"), None, None)
+    kept: object = None
+    if name in _COPIES or name in _CASTS or _takes_all(name, second):
+        kept = first
+    elif name in _PRODUCTS:
+        is_one = [_number_of(operand, is_fixed) == 1 for operand in (first, second)]
+        kept = first if is_one[1] else second if is_one[0] else None
+    elif name in _QUOTIENTS and kwargs.get("rounding_mode") is None:
+        kept = first if _number_of(second, is_fixed) == 1 else None
+    elif name in _SUMS or name in _DIFFERENCES:
+        kept = _beside_zero(name, first, second, kwargs.get("alpha", 1), is_fixed)
+    return kept if isinstance(kept, Tensor) else None
+
+
+def has_form_of(result: object, operand: Tensor | None) -> bool:
+    """Return True for a result with the shape, type and device of an operand."""
+    return (
+        isinstance(result, Tensor)
+        and operand is not None
+        and result.shape == operand.shape
+        and result.dtype == operand.dtype
+        and result.device == operand.device
+    )
+
+
+def _takes_all(name: str, places: object) -> bool:
+    """Return True for ``x[:]`` and its like."""
+    if name != "getitem":
+        return False
+    every = places if isinstance(places, tuple) else (places,)
+    # A comparison with a tensor would be a tensor.
+    return all(
+        place is Ellipsis or (isinstance(place, slice) and place == slice(None))
+        for place in every
+    )
+
+
+def _beside_zero(
+    name: str,
+    first: object,
+    second: object,
+    alpha: float,
+    is_fixed: Callable[[Tensor], bool],
+) -> object:
+    """Return the operand of a sum or difference that zero is added to, or subtracted from."""
+    number = _number_of(second, is_fixed)
+    if number is not None and number * alpha == 0:
+        return first
+    is_sum = name in _SUMS and alpha == 1
+    return second if is_sum and _number_of(first, is_fixed) == 0 else None
+
+
+def _number_of(
+    value: object, is_fixed: Callable[[Tensor], bool]
+) -> int | float | complex | None:
+    """Return a number, or the only one of a tensor that is the same in every call."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 and is_fixed(value) else None
+    return value if isinstance(value, (int, float)) else None
+
+
 class ValueTracker:
     """Follows values through the functions of a run: :func:`torchq.graph.record` calls it.
 
-    A tensor has the root of another one where elements only moved, max pooling chose some, or zeros
-    were added around an image.
+    A tensor has the root of another one where elements only moved, max pooling chose some, zeros
+    were added around an image, or the numbers are the same ones.
     """
 
     def __init__(self) -> None:
@@ -37,18 +129,29 @@ class ValueTracker:
         self._nonnegative: dict[int, tuple[Tensor, int]] = {}
 
     def run(
-        self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+        self,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Mapping[str, Any],
+        returned: Tensor | None = None,
     ) -> Any:
-        """Carry out a function; the result of one that moves values has the root of its input."""
+        """Carry out a function; the result of one that moves values has the root of its input.
+
+        ``returned`` is the operand that the function returns, if it does; see
+        :func:`returned_operand`.
+        """
         name = operator_name(function)
         proved = never_negative(name, args, kwargs, self.is_nonnegative)
+        proved |= returned is not None and self.is_nonnegative(returned)
         out = function(*args, **kwargs)
         for tensor in tensors_in(out) if proved else ():
             self._nonnegative[id(tensor)] = (tensor, version_of(tensor))
         moves = not {"move", "max"}.isdisjoint(effects_of(name))
         moves |= adds_zeros(name, args[1:], kwargs)
-        if moves and args and isinstance(args[0], Tensor) and isinstance(out, Tensor):
-            root = self.root_of(args[0])
+        source = returned if returned is not None else args[0] if args else None
+        moves |= has_form_of(out, returned)
+        if moves and isinstance(source, Tensor) and isinstance(out, Tensor):
+            root = self.root_of(source)
             if not self._is_known(out):
                 self._keep(out, root)
         return out

@@ -48,8 +48,6 @@ from torchq.swap.heads import (
 from torchq.swap.plan import ALREADY, Decision, Plan, canonical_groups
 
 _MOVING_MODULES = (nn.Flatten, nn.Unflatten)
-#: Functions that change neither the numbers nor the shape of a tensor.
-_SAME_NUMBERS = frozenset(["contiguous", "detach"])
 _DROPOUT_FUNCTIONS = frozenset(["dropout", "dropout1d", "dropout2d", "dropout3d"])
 _PADDING_MODULES = (nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d)
 #: Products with, and sums of, stored numbers: exporters fold them into the convolution.
@@ -143,7 +141,12 @@ def _as_files_have_it(plan: Plan, flow: Flow) -> Flow:
             source for i in call.inputs for source in sources_of.get(i, (i,))
         )
         kind = in_float.get(call.name, "") if call.module is not None else ""
-        if kind == "Tap" or does_nothing(call):
+        if call.returned is not None:
+            sources_of[call.index] = tuple(
+                source for i in call.returned for source in sources_of.get(i, (i,))
+            )
+            inputs = ()
+        elif kind == "Tap" or does_nothing(call):
             sources_of[call.index] = inputs
             inputs = ()
         elif kind:
@@ -159,8 +162,6 @@ def does_nothing(call: Call) -> bool:
     """Return True for a call that returns its input in a run in eval mode."""
     if call.module is not None:
         return is_plain(call.module, nn.Identity, *DROPOUTS)
-    if call.name in _SAME_NUMBERS:
-        return len(call.inputs) == 1
     is_dropout = call.name in _DROPOUT_FUNCTIONS and len(call.inputs) == 1
     trains = call.options.get("training", call.arguments[1:2] != (False,))
     return is_dropout and not trains

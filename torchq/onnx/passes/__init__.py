@@ -5,6 +5,7 @@ A pass is a function that changes a model in place; its docstring states the gra
 
 from torchq.onnx.ir import Pass
 from torchq.onnx.passes.constants import (
+    drop_neutral,
     fold_shapes,
     fold_slices,
     lift_constants,
@@ -23,6 +24,7 @@ __all__ = ["EXPORT_PASSES"]
 EXPORT_PASSES: tuple[Pass, ...] = (
     lift_constants,
     fold_slices,
+    drop_neutral,
     fold_weights,
     merge_duplicates,
     fold_shapes,

@@ -46,6 +46,8 @@ _ARITHMETIC = names(
     "Cast Sqrt Div Mul Add Sub Mod Reshape Unsqueeze Squeeze Concat Slice Gather Pow Reciprocal "
     "Abs Neg Ceil Floor Clip Max Min Transpose"
 )
+#: Operators, with the number that leaves the other operand as it is.
+_NEUTRAL = {"Add": 0, "Div": 1, "Mul": 1, "Sub": 0}
 _NUMERIC = frozenset(["FLOAT", "DOUBLE", "INT32", "INT64", "BOOL"])
 
 
@@ -77,6 +79,49 @@ def fold_slices(model: Model) -> None:
                 model.graph, name, evaluate(model, node.outputs[0], [node])
             )
         replace_value(node.outputs[0], value)
+
+
+def drop_neutral(model: Model) -> None:
+    """Remove nodes that return one of their operands.
+
+    Before: A product or quotient has one stored number, which is one, or a sum or difference has a
+    stored zero; a Cast is to the type that its operand has.
+    After: Their readers read the operand. ONNX Runtime removes these nodes before it looks for
+    integer kernels, so no rule may take them for float operators. It keeps tensors of several ones.
+    """
+    nodes = nodes_of(model, *_NEUTRAL)
+    casts = nodes_of(model, "Cast")
+    shapes = known_shapes(model) if nodes else {}
+    types = known_types(model) if casts else {}
+    for node in nodes:
+        kept = _operand_beside(model, node, shapes)
+        if kept is not None:
+            replace_value(node.outputs[0], kept)
+    for node in casts:
+        dtype = types.get(str(node.inputs[0].name))
+        if dtype is not None and int(dtype) == attribute(node, "to"):
+            replace_value(node.outputs[0], node.inputs[0])
+    remove_unused(model)
+
+
+def _operand_beside(
+    model: Model, node: Node, shapes: Mapping[str, Shape]
+) -> Value | None:
+    """Return the operand of a node that the other one, a stored number, leaves as it is."""
+    first, second = node.inputs
+    pairs = [(first, second)]
+    if node.op_type in ("Add", "Mul"):
+        pairs.append((second, first))
+    for kept, number in pairs:
+        shape = shapes.get(str(number.name))
+        dims = shapes.get(str(kept.name))
+        is_one_number = shape is not None and all(length == 1 for length in shape)
+        if not is_one_number or dims is None or len(dims) < len(shape or ()):
+            continue
+        value = constant_value(model, number)
+        if value is not None and bool((value == _NEUTRAL[node.op_type]).all()):
+            return kept
+    return None
 
 
 def constant_value(model: Model, value: Value, depth: int = 16) -> Tensor | None:
