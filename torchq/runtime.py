@@ -283,7 +283,7 @@ def _made(cls: type[Runtime], settings: dict[str, Any]) -> Runtime:
 
 
 #: Name -> runtime.
-RUNTIMES: Registry[str, Runtime] = Registry("target")
+RUNTIMES: Registry[str, Runtime] = Registry("target", filled_by="torchq.runtimes")
 
 
 def reference_runtime() -> Runtime:

@@ -1,5 +1,6 @@
 """``torchq convert``, and ``torchq quantize`` of files of other frameworks."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 import torchq
+from tests.processes import run_code
 from torchq.cli import main
 
 FILES = Path(__file__).parents[1] / "frontends"
@@ -72,3 +74,33 @@ def test_a_network_of_mxnet_is_quantized_in_one_command(
         and "torchq.from_mxnet(" in out
         and "classifier-0000.params" in out
     )
+
+
+SUPPRESSED = """
+import torch
+import torchq.frontends
+boxes = torch.tensor([[[0., 0, 1, 1], [0, 0, 1, 1], [2, 2, 3, 3]]])
+scores = torch.tensor([[[0.9, 0.8, 0.7]]])
+print(torch.export.load({path!r}).module()(boxes, scores).tolist())
+"""
+
+
+@pytest.mark.slow
+def test_the_line_that_loads_a_file_defines_its_operators(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The choice of detections is an operator of torchq."""
+    onnx = pytest.importorskip("onnx")
+    graph = onnx.parser.parse_graph("""
+        chosen (float[1, 3, 4] boxes, float[1, 1, 3] scores) => (int64[n, 3] y)
+            <int64[1] most = {5}, float[1] overlap = {0.5}> {
+            y = NonMaxSuppression (boxes, scores, most, overlap)
+        }
+    """)
+    network = tmp_path / "net.onnx"
+    onnx.save(onnx.helper.make_model(graph), network)
+    target = str(tmp_path / "net.pt2")
+    assert main(["convert", str(network), "--to", target]) == 0
+    assert "import torchq.frontends; torch.export.load" in capsys.readouterr().out
+    code = SUPPRESSED.format(path=target)
+    assert json.loads(run_code(code)) == [[0, 0, 0], [0, 0, 2]]

@@ -1,4 +1,4 @@
-"""Install and import: nothing but torch and tqdm, no CUDA context, no warning of ours."""
+"""Install and import: not even torch is loaded at first, and no extra, CUDA context or warning."""
 
 import os
 import subprocess
@@ -28,11 +28,14 @@ LATE = (
     "sympy",
 )
 CODE = f"""
-import sys, warnings, torch, tqdm.auto
+import sys, warnings
+import torchq
+print("early", sorted(set(sys.modules) & {{"torch", "numpy", "tqdm"}}))
+import torch, tqdm.auto
 before = set(sys.modules)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    import torchq
+    from torchq import *
 new = {{name.partition(".")[0] for name in set(sys.modules) - before}}
 print("extras", sorted(new & set({EXTRAS!r})))
 late = {LATE!r}
@@ -61,6 +64,7 @@ def test_s01_import_needs_only_torch() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
+        "early []",
         "extras []",
         "late []",
         "deprecated []",

@@ -1,5 +1,9 @@
 """Patterns, names of modules, the registry, temporary modes."""
 
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -138,3 +142,54 @@ def test_registry() -> None:
     assert list(registry) == ["b"]
     with pytest.raises(ConfigError, match="thing 'a'"):
         registry.remove("a")
+
+
+#: First uses of a registry that holds "first" and "second", and what they return or raise.
+FIRST_USES: dict[str, tuple[Callable[[Registry[str, int]], object], object]] = {
+    "look up": (lambda registry: registry["second"], 2),
+    "get": (lambda registry: registry.get("second"), 2),
+    "values": (lambda registry: registry.values(), (1, 2)),
+    "contains": (lambda registry: "first" in registry, True),
+    "iterate": (list, ["first", "second"]),
+    "count": (len, 2),
+    "remove": (
+        lambda registry: (registry.remove("first"), list(registry))[1],
+        ["second"],
+    ),
+    "add": (lambda registry: (registry.add("third", 3), list(registry)[2])[1], "third"),
+}
+
+
+@pytest.fixture
+def filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry[str, int]:
+    """A registry that a module fills, which nobody has imported."""
+    registry: Registry[str, int] = Registry("thing", filled_by="module_that_fills")
+    holder: Any = ModuleType("module_that_holds")
+    holder.REGISTRY = registry
+    monkeypatch.setitem(sys.modules, "module_that_holds", holder)
+    monkeypatch.delitem(sys.modules, "module_that_fills", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "module_that_fills.py").write_text(
+        "from module_that_holds import REGISTRY\n"
+        "REGISTRY.add('first', 1)\n"
+        "assert list(REGISTRY) == ['first']\n"
+        "REGISTRY.register('second')(2)\n"
+    )
+    return registry
+
+
+@pytest.mark.parametrize(("use", "expected"), FIRST_USES.values(), ids=FIRST_USES)
+def test_each_first_use_of_a_registry_fills_it(
+    filled: Registry[str, int],
+    use: Callable[[Registry[str, int]], object],
+    expected: object,
+) -> None:
+    assert use(filled) == expected
+
+
+def test_a_name_that_torchq_brings_is_refused_before_it_is_loaded(
+    filled: Registry[str, int],
+) -> None:
+    with pytest.raises(ConfigError, match="thing 'second' is registered already, as 2"):
+        filled.add("second", 5)
+    assert filled["second"] == 2

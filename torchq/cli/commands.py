@@ -68,8 +68,18 @@ def run_convert(options: argparse.Namespace) -> int:
     print(
         f"read {options.file}: {len(model.graph.nodes)} nodes, {parameters} parameters"
     )
-    print(f"wrote {target}; load it with torch.export.load({str(target)!r}).module()")
+    # torch does not know the operators of torchq before the package that defines them is imported.
+    first = "import torchq.frontends; " if _has_own_operators(program) else ""
+    print(
+        f"wrote {target}; load it with {first}torch.export.load({str(target)!r}).module()"
+    )
     return 0
+
+
+def _has_own_operators(program: torch.export.ExportedProgram) -> bool:
+    """Return True if a program calls operators that torchq defines."""
+    namespaces = [getattr(node.target, "namespace", "") for node in program.graph.nodes]
+    return "torchq" in namespaces
 
 
 def _sizes(text: str) -> list[int]:

@@ -1,7 +1,12 @@
-"""The program: the arguments of all commands as rows of tables, errors and exit codes."""
+"""The program: the arguments of all commands as rows of tables, errors and exit codes.
+
+Nothing here loads torch, so that help and wrong arguments are answered at once. What carries out a
+command is loaded when one runs: torchq/cli/run.py.
+"""
 
 import argparse
 import difflib
+import importlib
 import math
 import re
 import sys
@@ -9,32 +14,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torchq
-from torchq.calib import methods
-from torchq.cli.commands import (
-    run_convert,
-    run_doctor,
-    run_forecast,
-    run_inspect,
-    run_plan,
-    run_quantize,
-    run_report,
-)
-from torchq.cli.demo import run_demo
-from torchq.cli.loading import check_paths
+from torchq.cli.names import METHODS, READER, RECIPES, TARGETS
 from torchq.errors import TorchqError
-from torchq.runtime import reference_runtime
+from torchq.version import __version__
 
 #: More than any count of batches, images or pixels; less than what C libraries refuse.
 _MOST = 2**31 - 1
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 
-#: What runs the files that are written.
-_READER = reference_runtime().name
 _EXAMPLES = f"""examples:
   torchq demo --out torchq-demo
   torchq quantize --model torchvision:resnet18 --weights resnet18.pt --data photos/ \\
-      --calib entropy --target {_READER} --export resnet18.onnx
+      --calib entropy --target {READER} --export resnet18.onnx
   torchq plan --model mypackage.models:build --recipe w4a4 --rows
   torchq convert resnet-symbol.json --to resnet.pt2
 
@@ -162,12 +153,12 @@ _DATA = [
     _row("--mean", _IMAGENETS, type=number(), nargs=3, default=_MEAN),
     _row("--std", _IMAGENETS, type=number(above=0), nargs=3, default=_STD),
 ]
-_RECIPES = f"{', '.join(torchq.recipes.RECIPES)}, or a config file .json"
+_RECIPES = f"{', '.join(RECIPES)}, or a config file .json"
 _PATTERN = "only modules that match: a glob, re:REGEX or type:NAME; repeatable"
 _UNSEEN = ("error", "disable", "dynamic")
 _METHOD = [
     _row("--recipe", f"{_RECIPES} (default: the target's, or int8)"),
-    _row("--calib", "ranges of activations (default: the recipe's)", choices=methods()),
+    _row("--calib", "ranges of activations (default: the recipe's)", choices=METHODS),
     _many("--include", _PATTERN, "PATTERN"),
     _many("--exclude", "no module that matches; as above", "PATTERN"),
     _row(
@@ -176,9 +167,7 @@ _METHOD = [
         choices=_UNSEEN,
         default="error",
     ),
-    _row(
-        "--target", "the runtime to quantize and export for", choices=torchq.targets()
-    ),
+    _row("--target", "the runtime to quantize and export for", choices=TARGETS),
     _flag(
         "--no-fuse",
         "do not fold BatchNorm and branches first",
@@ -190,10 +179,10 @@ _METRIC = "package.module:function of (output, batch) or of a model, or detectio
 _LABELS = "measure accuracy: the sub-folders of --data are the classes, by name"
 _COMPARISON = [[_row("--metric", _METRIC, "NAME"), _flag("--labels", _LABELS)]]
 _OPSET = "of the ONNX file (default: 20, or 21 where the types need it)"
-_VERIFY = f"""batches to compare {_READER} with PyTorch on, and where it is given the emulator of
+_VERIFY = f"""batches to compare {READER} with PyTorch on, and where it is given the emulator of
     the target too, layer by layer (default: 2)"""
 _OUTPUT = [
-    _row("--export", f"write ONNX with Q/DQ; verify it in {_READER}", "FILE.onnx"),
+    _row("--export", f"write ONNX with Q/DQ; verify it in {READER}", "FILE.onnx"),
     _row("--opset", _OPSET, type=whole(10, 23)),
     _row("--verify", _VERIFY, "N", type=whole(1), nargs="?", const=2),
     _row("--save", "write the quantized model for torchq.load", "FILE.pt"),
@@ -246,7 +235,7 @@ _PLAN = [
 
 _TARGETS = "runtimes, those of torchq.targets() (default: all that are here)"
 _FORECAST = [
-    _row("--targets", _TARGETS, "NAME", nargs="+", choices=torchq.targets()),
+    _row("--targets", _TARGETS, "NAME", nargs="+", choices=TARGETS),
     _row(
         "--shape", "of the input (default: that of the file, or images)", "1,3,224,224"
     ),
@@ -254,53 +243,45 @@ _FORECAST = [
     _row("--out", "a folder for the files of runtimes that are not here", "FOLDER"),
 ]
 
-#: Command -> what carries it out and returns the exit code, its help, its groups of arguments, and
-#: an example of these.
-COMMANDS: dict[str, tuple[Callable[..., int], str, dict[str, list[Any]], str]] = {
+#: Command -> its help, its groups of arguments, and an example of these. What carries it out is in
+#: RUNS of torchq/cli/run.py.
+COMMANDS: dict[str, tuple[str, dict[str, list[Any]], str]] = {
     "demo": (
-        run_demo,
         "train, quantize, export and verify a small network",
         {"options": _DEMO},
         "--out torchq-demo",
     ),
     "convert": (
-        run_convert,
         "turn ONNX, MXNet or Caffe files into torch.export's",
         {"options": _CONVERT},
         "resnet-symbol.json --to resnet.pt2",
     ),
     "quantize": (
-        run_quantize,
         "quantize, calibrate and export your own model",
         _QUANTIZE,
         "--model torchvision:resnet18 --data photos/ --export resnet18.onnx --report report.html",
     ),
     "forecast": (
-        run_forecast,
         "say whether INT8 pays on a runtime, before any other work",
         {"what to time": [*_SOURCE, *_FORECAST]},
         "--model torchvision:mobilenet_v2 --threads 1",
     ),
     "doctor": (
-        run_doctor,
         "look for mistakes in a quantized model",
         {**_ANALYSIS, "comparison": _COMPARISON, _STATE: _LOAD},
         "--model mypackage.models:build --data photos/",
     ),
     "report": (
-        run_report,
         "write everything about a quantized model on one page",
         {**_ANALYSIS, "comparison": _COMPARISON, _STATE: [*_LOAD, _OUT]},
         "--model torchvision:resnet18 --data photos/ --labels --out report.html",
     ),
     "inspect": (
-        run_inspect,
         "say what is quantized in an ONNX file",
         {"options": [_row("file", "a file that was exported", "MODEL.onnx"), _JSON]},
         "model.onnx",
     ),
     "plan": (
-        run_plan,
         "say what would be quantized, or choose formats by budget",
         {**_ANALYSIS, _STATE: _PLAN},
         "--model mypackage.models:build --data photos/ --budget mean_bits=5 --formats 4 6 8 "
@@ -316,11 +297,9 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="torchq", description=description, epilog=_EXAMPLES, **formatted
     )
-    parser.add_argument(
-        "--version", action="version", version=f"torchq {torchq.__version__}"
-    )
+    parser.add_argument("--version", action="version", version=f"torchq {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name, (run, help_text, groups, example) in COMMANDS.items():
+    for name, (help_text, groups, example) in COMMANDS.items():
         child = commands.add_parser(
             name,
             help=help_text,
@@ -328,7 +307,6 @@ def build_parser() -> Parser:
             epilog=f"example:\n  torchq {name} {example}",
             **formatted,
         )
-        child.set_defaults(run=run)
         for title, rows in groups.items():
             group = child.add_argument_group(title)
             for row in rows:
@@ -349,10 +327,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        check_paths(args)
-        if hasattr(args, "model"):
-            args.model = args.model or args.file
-        exit_code: int = args.run(args)
+        # By name: an import above would load torch for each --help.
+        exit_code: int = importlib.import_module("torchq.cli.run").run(args)
         return exit_code
     except (TorchqError, OSError) as error:
         print(f"torchq {args.command}: error: {error}", file=sys.stderr)

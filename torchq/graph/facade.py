@@ -480,3 +480,7 @@ def _noted(graph: Graph, what: str) -> Graph:
     return graph.with_attributes(
         **{what: {n: v for n, v in values.items() if v is not None}}
     )
+
+
+# Set behind the passes of this file, as torchq.fusion imports it for its own.
+PASSES.filled_by = "torchq.fusion"

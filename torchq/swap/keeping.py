@@ -61,7 +61,7 @@ class Keep(Protocol):
 _NEEDED = "without it the model takes as long as in float, so calibration keeps it"
 
 #: Name -> rule.
-KEEPS: Registry[str, Keep] = Registry("keep")
+KEEPS: Registry[str, Keep] = Registry("keep", filled_by="torchq.runtimes")
 
 
 def _needed(decision: Decision) -> Decision:
