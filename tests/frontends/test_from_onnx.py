@@ -146,6 +146,11 @@ def test_the_result_can_be_copied_pickled_and_traced() -> None:
     copies = copy.deepcopy(read), pickle.loads(pickle.dumps(read))
     for other in (*copies, torch.fx.symbolic_trace(read)):
         assert torch.equal(other(x), expected)
+        assert [node.target for node in other.graph.nodes] == [
+            node.target for node in read.graph.nodes
+        ]
+        # torch.fx would keep the globals of each copy for ever, and patch all of them in a trace.
+        assert "wrap(" not in other.code
     assert {node.meta.get("onnx_op") for node in read.graph.nodes} >= {"Resize", "Relu"}
 
 

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchq.frontends.building.one_call import one_call
+
 _MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
@@ -40,6 +42,7 @@ def same_pads(
     return before + behind
 
 
+@one_call
 def pool(
     x: Tensor,
     kind: str,
@@ -90,6 +93,7 @@ def _sums(x: Tensor, kernel: Sequence[int], window: tuple[Any, ...]) -> Tensor:
     return sums.reshape(*x.shape[:2], *sums.shape[2:])
 
 
+@one_call
 def convolve(
     x: Tensor,
     weight: Tensor,
@@ -104,11 +108,13 @@ def convolve(
     return _CONV[weight.dim() - 2](x, weight, bias, *window, groups)
 
 
+@one_call
 def hard_sigmoid(x: Tensor, alpha: float, beta: float) -> Tensor:
     """Return ``alpha * x + beta``, at least 0 and at most 1."""
     return (x * alpha + beta).clamp(0, 1)
 
 
+@one_call
 def group_norm(
     x: Tensor, scale: Tensor, bias: Tensor, groups: int, eps: float
 ) -> Tensor:
@@ -119,6 +125,7 @@ def group_norm(
     )
 
 
+@one_call
 def slice_axis(x: Tensor, axis: int, first: Any, last: Any, step: int) -> Tensor:
     """Return a slice of one dimension as Python takes it; a negative step runs backwards."""
     axis = axis % x.dim()
@@ -130,17 +137,20 @@ def slice_axis(x: Tensor, axis: int, first: Any, last: Any, step: int) -> Tensor
     )
 
 
+@one_call
 def permuted(x: Tensor, order: Sequence[int] | None) -> Tensor:
     """Return ``x`` with its dimensions in an order, reversed where there is none."""
     return x.permute(list(order or range(x.dim() - 1, -1, -1)))
 
 
+@one_call
 def depth_to_space(x: Tensor, block: int) -> Tensor:
     """Return channels laid out as blocks of pixels; the channels of a block come first."""
     parts = x.unflatten(1, (block * block, -1)).transpose(1, 2)
     return F.pixel_shuffle(parts.flatten(1, 2), block)
 
 
+@one_call
 def space_to_depth(x: Tensor, block: int) -> Tensor:
     """Return blocks of pixels laid out as channels; the places in a block come first."""
     parts = F.pixel_unshuffle(x, block).unflatten(1, (-1, block * block))
@@ -205,6 +215,7 @@ def _iou(boxes: Tensor, one: Tensor) -> Tensor:
     return common / (areas + (one[2:] - one[:2]).prod() - common)
 
 
+@one_call
 def non_max_suppression(
     boxes: Tensor,
     scores: Tensor,
@@ -319,6 +330,7 @@ def _keep(corners: Tensor, order: Tensor, most: int, overlap: float) -> list[int
     return kept_indices
 
 
+@one_call
 def kept_boxes(
     boxes: Tensor, scores: Tensor, overlap: float, score_limit: float
 ) -> Tensor:
@@ -336,6 +348,7 @@ def kept_boxes(
     )
 
 
+@one_call
 def ranked(
     x: Tensor, count: Tensor | int, axis: int = -1, largest: bool = True
 ) -> tuple[Tensor, Tensor]:
@@ -347,6 +360,7 @@ def ranked(
     return values.narrow(axis, 0, int(count)), places.narrow(axis, 0, int(count))
 
 
+@one_call
 def lookup(x: Tensor, places: Tensor, axis: int) -> Tensor:
     """Return entries of ``x`` along ``axis``, which is not negative, in the shape of ``places``."""
     selected = x.index_select(axis, places.reshape(-1))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchq.errors import FrontendError
+from torchq.frontends.building.one_call import is_one_call, one_call
 from torchq.utils import Registry
 
 
@@ -50,6 +51,7 @@ class Ints:
 Value = Union[fx.Node, Constant, Ints, None]
 
 
+@one_call
 def stack_ints(
     items: Sequence[int], scalar: bool, dtype: torch.dtype = torch.int64
 ) -> Tensor:
@@ -381,8 +383,7 @@ class FileNode(Attributes):
         if not _has_nodes((args, kwargs)):
             return self._folded(function, args, kwargs)
         args, kwargs = self._as_arguments(args), self._as_arguments(kwargs)
-        node = self.builder.graph.call_function(function, tuple(args), dict(kwargs))
-        return self._noted(node, function)
+        return self.function_node(function, tuple(args), dict(kwargs))
 
     def call_parts(
         self, count: int, function: Callable[..., Any], *args: Any
@@ -405,7 +406,7 @@ class FileNode(Attributes):
             return self._folded(module, args, {})
         path = self.builder.add_module(name or self.name, module, self.op_type)
         node = self.builder.graph.call_module(path, tuple(self._as_arguments(args)))
-        return self._noted(node, module)
+        return self._noted(node)
 
     def tensor(self, value: Value) -> fx.Node:
         """Return a node that gives ``value``: constants become tensors of the result."""
@@ -417,15 +418,27 @@ class FileNode(Attributes):
         arguments: tuple[Any, ...] = (list(value.items), value.scalar)
         if value.dtype is not torch.int64:
             arguments = (*arguments, value.dtype)
-        node = self.builder.graph.call_function(stack_ints, arguments)
-        return self._noted(node, stack_ints)
+        return self.function_node(stack_ints, arguments)
 
-    def _noted(self, node: fx.Node, function: object) -> fx.Node:
+    def function_node(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+    ) -> fx.Node:
+        """Add a call of a function of torch, or of one that is decorated with ``one_call``."""
+        is_ours = getattr(function, "__module__", "").startswith("torchq.")
+        if is_ours and not is_one_call(function):
+            raise TypeError(
+                f"{function.__module__}.{function.__qualname__}: got a function that torch.fx "
+                "would look into when it traces the result; expected one decorated with "
+                "torchq.frontends.building.one_call"
+            )
+        return self._noted(self.builder.graph.call_function(function, args, kwargs))
+
+    def _noted(self, node: fx.Node) -> fx.Node:
         node.meta[f"{self.format}_name"] = self.name
         node.meta[f"{self.format}_op"] = self.op_type
-        if getattr(function, "__module__", "").startswith("torchq."):
-            # torch.fx keeps the call whole when it traces the result again.
-            node.meta["is_wrapped"] = True
         return node
 
     def _folded(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Value:

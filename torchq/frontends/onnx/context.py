@@ -225,7 +225,7 @@ class NodeContext(FileNode):
         """Compute one number from numbers, at once where all are known."""
         if all(isinstance(item, int) for item in args):
             return int(function(*args))
-        return self._noted(self.builder.graph.call_function(function, args), function)
+        return self.function_node(function, args)
 
     def size(self, index: int, axis: int) -> int | fx.Node:
         """Return one size of an input: a number where the file fixes it."""

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from torchq.errors import FrontendError, InputError
 from torchq.frontends.building.graph import Constant, Value
+from torchq.frontends.building.one_call import one_call
 from torchq.frontends.onnx.context import (
     CONVERTERS,
     GraphBuilder,
@@ -145,7 +146,7 @@ class Importer:
         sizes = builder.shapes.get(name)
         if sizes is not None and any(sizes):
             checked = builder.graph.call_function(with_sizes, (node, name, sizes))
-            checked.meta |= {**node.meta, "is_wrapped": True}
+            checked.meta |= node.meta
             node = checked
         builder.values[name] = node
 
@@ -337,6 +338,7 @@ def _advice(unknown: Iterable[str]) -> str:
     )
 
 
+@one_call
 def with_sizes(x: Tensor, name: str, sizes: Sequence[int | None]) -> Tensor:
     """Return ``x`` if it has the sizes that the file states, None for open ones; else raise."""
     tracing = torch.jit.is_tracing()

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchq.frontends.building.graph import Value
+from torchq.frontends.building.one_call import one_call
 from torchq.frontends.caffe.node import CaffeLayer, converter, row
 
 _ELTWISE: dict[str, Callable[..., Tensor]] = {
@@ -82,6 +83,7 @@ def along(part: Tensor, ndim: int, axis: int) -> Tensor:
     return part.reshape((*part.shape, *[1] * behind))
 
 
+@one_call
 def affine(x: Tensor, scale: Tensor | None, bias: Tensor | None, axis: int) -> Tensor:
     """Return ``x * scale + bias``, both lined up with the dimensions of ``x`` from ``axis`` on."""
     if scale is not None:
@@ -89,6 +91,7 @@ def affine(x: Tensor, scale: Tensor | None, bias: Tensor | None, axis: int) -> T
     return x if bias is None else x + along(bias, x.dim(), axis)
 
 
+@one_call
 def weighted_sum(tensors: Sequence[Tensor], factors: Sequence[float]) -> Tensor:
     """Return the sum of tensors, each times its factor."""
     total = tensors[0] * factors[0]
@@ -97,6 +100,7 @@ def weighted_sum(tensors: Sequence[Tensor], factors: Sequence[float]) -> Tensor:
     return total
 
 
+@one_call
 def power(x: Tensor, power: float, scale: float, shift: float) -> Tensor:
     """Return ``(shift + scale * x) ** power``."""
     y = x if scale == 1 else x * scale
@@ -104,12 +108,14 @@ def power(x: Tensor, power: float, scale: float, shift: float) -> Tensor:
     return y if power == 1 else y**power
 
 
+@one_call
 def exponential(x: Tensor, base: float, scale: float, shift: float) -> Tensor:
     """Return ``base ** (shift + scale * x)``; a base of -1 stands for e."""
     inner = shift + scale * x
     return torch.exp(inner) if base == -1 else torch.pow(base, inner)
 
 
+@one_call
 def mean_variance(x: Tensor, variance: bool, across: bool, eps: float) -> Tensor:
     """Return channels, or whole samples, with mean 0, and with variance 1 if asked for."""
     axes = list(range(1 if across else 2, x.dim()))
@@ -119,12 +125,14 @@ def mean_variance(x: Tensor, variance: bool, across: bool, eps: float) -> Tensor
     return y / ((y * y).mean(axes, keepdim=True).sqrt() + eps)
 
 
+@one_call
 def within_channel(x: Tensor, size: int, alpha: float, beta: float) -> Tensor:
     """Return ``x`` divided by a power of the mean square around each place."""
     squares = F.avg_pool2d(x * x, size, 1, (size - 1) // 2)
     return x * (1 + alpha * squares) ** -beta
 
 
+@one_call
 def normalize(x: Tensor, scale: Tensor, across_spatial: bool, eps: float) -> Tensor:
     """Return ``x`` divided by its norm over each sample, or each place, then scaled."""
     axes = list(range(1, x.dim())) if across_spatial else [1]
@@ -132,6 +140,7 @@ def normalize(x: Tensor, scale: Tensor, across_spatial: bool, eps: float) -> Ten
     return y * along(scale, x.dim(), 1)
 
 
+@one_call
 def arg_max(x: Tensor, axis: int) -> Tensor:
     """Return the places of the largest elements along an axis as numbers."""
     return x.argmax(axis, keepdim=True).to(x.dtype)
@@ -221,6 +230,7 @@ def _interp(layer: CaffeLayer) -> Value:
     return layer.call(interpolate, layer.inputs[0], layer.input(1), size, factors, pads)
 
 
+@one_call
 def reshape(x: Tensor, shape: Sequence[int], axis: int, count: int) -> Tensor:
     """Return ``x`` with ``count`` sizes (-1: all) replaced; 0 keeps a size, -1 is the rest."""
     sizes = list(x.shape)
@@ -231,11 +241,13 @@ def reshape(x: Tensor, shape: Sequence[int], axis: int, count: int) -> Tensor:
     return x.reshape([*sizes[:start], *chosen, *sizes[end:]])
 
 
+@one_call
 def permute(x: Tensor, order: Sequence[int]) -> Tensor:
     """Return ``x`` with its dimensions in an order; those that it leaves out come behind."""
     return x.permute([*order, *[axis for axis in range(x.dim()) if axis not in order]])
 
 
+@one_call
 def crop(x: Tensor, like: Tensor, axis: int, offsets: Sequence[int]) -> Tensor:
     """Return the part of ``x`` that has the sizes of ``like`` from ``axis`` on."""
     axes = range(axis % x.dim(), x.dim())
@@ -249,6 +261,7 @@ def crop(x: Tensor, like: Tensor, axis: int, offsets: Sequence[int]) -> Tensor:
     return x
 
 
+@one_call
 def interpolate(
     x: Tensor,
     like: Tensor | None,

@@ -19,6 +19,7 @@ from torchq.frontends.building.layers import (
     filled,
     pooling,
 )
+from torchq.frontends.building.one_call import one_call
 from torchq.frontends.mxnet.converters import operators
 from torchq.frontends.mxnet.node import SymbolContext, converter, row
 
@@ -347,6 +348,7 @@ def _passed_on(node: SymbolContext) -> Value:
     return node.inputs[0]
 
 
+@one_call
 def global_pool(x: Tensor, kind: str) -> Tensor:
     """Return the maximum, mean or sum of each channel; its dimensions are kept as 1."""
     names = {"max": "amax", "avg": "mean"}
@@ -356,6 +358,7 @@ def global_pool(x: Tensor, kind: str) -> Tensor:
     return pooled
 
 
+@one_call
 def resize_bilinear(
     x: Tensor, size: Sequence[int], scales: Sequence[float | None], align_corners: bool
 ) -> Tensor:
@@ -365,6 +368,7 @@ def resize_bilinear(
     return F.interpolate(x, size, mode="bilinear", align_corners=align_corners)
 
 
+@one_call
 def crop(
     x: Tensor,
     like: Tensor | None,

@@ -19,6 +19,7 @@ from torchq.frontends.building.functions import (
     space_to_depth,
 )
 from torchq.frontends.building.graph import Value
+from torchq.frontends.building.one_call import one_call
 from torchq.frontends.mxnet.node import SymbolContext, converter, row
 
 _COMPARISONS = {
@@ -30,17 +31,20 @@ _COMPARISONS = {
 _COMPARISONS |= {"lesser": "lt", "lesser_equal": "le"}
 
 
+@one_call
 def compare(kind: str, a: Tensor, b: Tensor | float) -> Tensor:
     """Return 1 where a comparison holds, else 0, in the element type of ``a``."""
     is_true: Tensor = getattr(torch, _COMPARISONS[kind])(a, b)
     return is_true.to(a.dtype)
 
 
+@one_call
 def add_all(*tensors: Tensor) -> Tensor:
     """Return the sum of tensors, added from left to right."""
     return fold(torch.add, tensors)
 
 
+@one_call
 def softmax_rows(x: Tensor) -> Tensor:
     """Return a softmax over all dimensions but the first."""
     return x.flatten(1).softmax(1).view_as(x)
@@ -51,6 +55,7 @@ def _vector(x: Tensor) -> Tensor:
     return x.reshape(1) if x.dim() == 0 else x
 
 
+@one_call
 def reduce(
     x: Tensor, kind: str, axes: Sequence[int], keepdims: bool, exclude: bool
 ) -> Tensor:
@@ -64,11 +69,13 @@ def reduce(
     return _vector(function(x, chosen or list(range(x.dim())), keepdim=keepdims))
 
 
+@one_call
 def norm(x: Tensor, order: int, axes: Sequence[int], keepdims: bool) -> Tensor:
     """Return norms along axes."""
     return _vector(torch.linalg.vector_norm(x, order, list(axes) or None, keepdims))
 
 
+@one_call
 def arg_extreme(x: Tensor, largest: bool, axis: int | None, keepdims: bool) -> Tensor:
     """Return the places of extreme elements as numbers; without an axis all are one line."""
     if axis is None:
@@ -76,17 +83,20 @@ def arg_extreme(x: Tensor, largest: bool, axis: int | None, keepdims: bool) -> T
     return (x if largest else -x).argmax(axis, keepdims).to(torch.float32)
 
 
+@one_call
 def dot(a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> Tensor:
     """Return products over the last axis of ``a`` and the first of ``b``, unless transposed."""
     axes = ([0 if transpose_a else a.dim() - 1], [b.dim() - 1 if transpose_b else 0])
     return _vector(torch.tensordot(a, b, dims=axes))
 
 
+@one_call
 def batch_dot(a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> Tensor:
     """Return the matmul of each pair of matrices."""
     return torch.matmul(a.mT if transpose_a else a, b.mT if transpose_b else b)
 
 
+@one_call
 def batch_norm(
     x: Tensor,
     gamma: Tensor,
@@ -102,6 +112,7 @@ def batch_norm(
     return (x - m) / torch.sqrt(v + eps) * g + b
 
 
+@one_call
 def l2_normalize(x: Tensor, mode: str, eps: float) -> Tensor:
     """Return ``x`` over the norm of each sample, of a place's channels, or a channel's places."""
     axes = (
@@ -354,6 +365,7 @@ def _arange(node: SymbolContext) -> Value:
     )
 
 
+@one_call
 def reshape(x: Tensor, codes: Sequence[int], reverse: bool) -> Tensor:
     """Return ``x`` in the shape that codes describe, matched from the right if ``reverse``.
 
@@ -382,6 +394,7 @@ def reshape(x: Tensor, codes: Sequence[int], reverse: bool) -> Tensor:
     return x.reshape(result[::step])
 
 
+@one_call
 def split_evenly(
     x: Tensor, count: int, axis: int, one_each: bool
 ) -> tuple[Tensor, ...]:
@@ -400,6 +413,7 @@ def split_evenly(
     return x.tensor_split(count, axis)
 
 
+@one_call
 def slice_each(
     x: Tensor,
     begin: Sequence[int | None],
@@ -413,6 +427,7 @@ def slice_each(
     return x
 
 
+@one_call
 def slice_like(x: Tensor, like: Tensor, axes: Sequence[int]) -> Tensor:
     """Return the first part of ``x``, of the size of ``like`` along ``axes``, by default all."""
     for axis in [axis % x.dim() for axis in axes] or range(x.dim()):
@@ -420,6 +435,7 @@ def slice_like(x: Tensor, like: Tensor, axes: Sequence[int]) -> Tensor:
     return x
 
 
+@one_call
 def broadcast_to(x: Tensor, shape: Sequence[int]) -> Tensor:
     """Return ``x`` broadcast to ``shape``, where 0 keeps a size."""
     return x.expand(
@@ -430,17 +446,20 @@ def broadcast_to(x: Tensor, shape: Sequence[int]) -> Tensor:
     )
 
 
+@one_call
 def rows(indices: Tensor, count: int) -> Tensor:
     """Return the rows of a table that indices of any type name; others name the first or last."""
     return indices.long().clamp(0, count - 1)
 
 
+@one_call
 def take(x: Tensor, indices: Tensor, axis: int, wrap: bool) -> Tensor:
     """Return entries along ``axis``; indices outside are clipped, or counted around."""
     axis, size = axis % x.dim(), x.shape[axis]
     return lookup(x, indices.long() % size if wrap else rows(indices, size), axis)
 
 
+@one_call
 def where(condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """Return ``x`` where ``condition`` is not zero, else ``y``; a vector chooses whole rows."""
     chosen = condition != 0

@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 
 from torchq.frontends.building.functions import hard_sigmoid
 from torchq.frontends.building.graph import Constant, Ints, Value
+from torchq.frontends.building.one_call import one_call
 from torchq.frontends.onnx.context import NUMBERS, NodeContext, converter, row
 from torchq.frontends.onnx.reader import dtype_of
 
@@ -233,6 +234,7 @@ def _dropout(node: NodeContext) -> list[Value]:
     return [result, node.call(torch.ones_like, node.inputs[0], dtype=torch.bool)]
 
 
+@one_call
 def divide(a: Tensor, b: Tensor) -> Tensor:
     """Return ``a / b``; integers are rounded toward zero."""
     if a.is_floating_point():
@@ -240,11 +242,13 @@ def divide(a: Tensor, b: Tensor) -> Tensor:
     return torch.div(a, b, rounding_mode="trunc")
 
 
+@one_call
 def remainder(a: Tensor, b: Tensor, fmod: int) -> Tensor:
     """Return the remainder with the sign of ``b``, or of ``a`` where ``fmod`` is set."""
     return torch.fmod(a, b) if fmod else torch.remainder(a, b)
 
 
+@one_call
 def power(a: Tensor, b: Tensor) -> Tensor:
     """Return ``a ** b`` in the element type of ``a``."""
     if a.is_floating_point() and not b.is_floating_point():
@@ -252,6 +256,7 @@ def power(a: Tensor, b: Tensor) -> Tensor:
     return torch.pow(a, b).to(a.dtype)
 
 
+@one_call
 def clip(x: Tensor, low: Tensor | None, high: Tensor | None) -> Tensor:
     """Return ``min(max(x, low), high)``; the upper bound wins where the bounds cross."""
     if low is not None:
@@ -259,11 +264,13 @@ def clip(x: Tensor, low: Tensor | None, high: Tensor | None) -> Tensor:
     return x if high is None else torch.minimum(x, high.to(x.dtype))
 
 
+@one_call
 def choose(flag: bool, first: int, second: int) -> int:
     """Return the first number if the flag is set, else the second."""
     return first if flag else second
 
 
+@one_call
 def prelu(x: Tensor, slope: Tensor) -> Tensor:
     """Return ``x``, times a slope that broadcasts from the right where it is negative."""
     return torch.where(x < 0, slope * x, x)

@@ -26,6 +26,7 @@ from torchq.frontends.building.layers import (
     pooling,
     symmetric,
 )
+from torchq.frontends.building.one_call import one_call
 from torchq.frontends.onnx.context import NodeContext, converter
 from torchq.frontends.onnx.converters.quantization import module_name, weighted
 
@@ -73,6 +74,7 @@ def _padded(node: NodeContext, window: _Window) -> tuple[Value, list[int]]:
     return x, padding or [0] * len(window.kernel)
 
 
+@one_call
 def pad_same(
     x: Tensor,
     kernel: Sequence[int],
@@ -173,6 +175,7 @@ def _global_pool(node: NodeContext) -> Value:
 _TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
+@one_call
 def conv_transpose(
     x: Tensor,
     weight: Tensor,
@@ -261,6 +264,7 @@ def _is_linear(node: NodeContext, weight: Constant, axis: int) -> bool:
     )
 
 
+@one_call
 def gemm(
     a: Tensor,
     b: Tensor,
@@ -338,6 +342,7 @@ def _layer_norm(node: NodeContext) -> Value | list[Value]:
     return node.module(module, node.inputs[0], name=module_name(node, parts[0]))
 
 
+@one_call
 def layer_norm(
     x: Tensor, scale: Tensor, bias: Tensor | None, axis: int, epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,6 +18,7 @@ from torchq.frontends.building.functions import (
     space_to_depth,
 )
 from torchq.frontends.building.graph import Constant, Ints, Value
+from torchq.frontends.building.one_call import one_call
 from torchq.frontends.onnx.context import CONVERTERS, NodeContext, converter
 from torchq.frontends.onnx.converters.quantization import module_name
 
@@ -47,6 +48,7 @@ def _shape(node: NodeContext) -> Value:
     return sizes
 
 
+@one_call
 def shape_of(x: Tensor, start: int, end: int | None) -> Tensor:
     """Return the sizes of ``x`` as an int64 vector."""
     return torch.tensor(x.shape[start:end], dtype=torch.int64)
@@ -65,6 +67,7 @@ def _size(node: NodeContext) -> Value:
     return node.call(size_of, node.inputs[0])
 
 
+@one_call
 def size_of(x: Tensor) -> Tensor:
     """Return the number of elements of ``x`` as an int64 number."""
     return torch.tensor(x.numel(), dtype=torch.int64)
@@ -103,6 +106,7 @@ def _range(node: NodeContext) -> Value:
     return node.call(range_of, *node.inputs)
 
 
+@one_call
 def non_zero(x: Tensor) -> Tensor:
     """Return the positions of what is not zero, (dimensions of x, count)."""
     return torch.nonzero(x).t()
@@ -155,6 +159,7 @@ def _arg(node: NodeContext) -> Value:
     return node.call(arg_extreme, node.inputs[0], *options)
 
 
+@one_call
 def arg_extreme(x: Tensor, axis: int, keep: bool, last: bool, largest: bool) -> Tensor:
     """Return where the extreme element along ``axis`` is: the first, or the last of several."""
     function = torch.argmax if largest else torch.argmin
@@ -210,6 +215,7 @@ def _flatten(node: NodeContext) -> Value:
     return node.call(flatten_at, node.inputs[0], axis)
 
 
+@one_call
 def flatten_at(x: Tensor, axis: int) -> Tensor:
     """Return a matrix: the dimensions before ``axis`` are its rows, the rest its columns."""
     axis = axis + x.dim() if axis < 0 else axis
@@ -293,6 +299,7 @@ def _slice(node: NodeContext) -> Value:
     return node.call(slice_axes, value, starts, ends, axes, steps)
 
 
+@one_call
 def _getitem(x: Any, index: Any) -> Any:
     return x[index]
 
@@ -360,6 +367,7 @@ def check_size(sizes: Sequence[int], what: str) -> None:
         )
 
 
+@one_call
 def reshape(x: Tensor, shape: Tensor | Sequence[int], allow_zero: bool) -> Tensor:
     """Return ``x`` reshaped: -1 is the rest, 0 the size at that place unless ``allow_zero``."""
     sizes = _numbers(shape)
@@ -371,6 +379,7 @@ def reshape(x: Tensor, shape: Tensor | Sequence[int], allow_zero: bool) -> Tenso
     return torch.reshape(x, sizes)
 
 
+@one_call
 def expand(x: Tensor, shape: Tensor | Sequence[int]) -> Tensor:
     """Return ``x`` broadcast with ``shape``, in both directions."""
     sizes = _numbers(shape)
@@ -386,6 +395,7 @@ def expand(x: Tensor, shape: Tensor | Sequence[int]) -> Tensor:
     return x.expand(result)
 
 
+@one_call
 def tile(x: Tensor, repeats: Tensor | Sequence[int]) -> Tensor:
     """Return ``x`` repeated along each dimension."""
     counts = _numbers(repeats)
@@ -393,6 +403,7 @@ def tile(x: Tensor, repeats: Tensor | Sequence[int]) -> Tensor:
     return x.repeat(counts)
 
 
+@one_call
 def constant_of_shape(
     shape: Tensor | Sequence[int], value: float | bool, dtype: torch.dtype
 ) -> Tensor:
@@ -402,6 +413,7 @@ def constant_of_shape(
     return torch.full(sizes, value, dtype=dtype)
 
 
+@one_call
 def range_of(start: Tensor, limit: Tensor, delta: Tensor) -> Tensor:
     """Return ``start, start + delta, ...`` below ``limit``, in the element type of ``start``."""
     count = max(0, int(torch.ceil((limit.double() - start.double()) / delta.double())))
@@ -410,11 +422,13 @@ def range_of(start: Tensor, limit: Tensor, delta: Tensor) -> Tensor:
     return (start + steps).to(start.dtype)
 
 
+@one_call
 def triangle(x: Tensor, k: Tensor | int, upper: bool) -> Tensor:
     """Return the upper or lower triangle of matrices, seen from the k-th diagonal."""
     return torch.triu(x, int(k)) if upper else torch.tril(x, int(k))
 
 
+@one_call
 def slice_axes(x: Tensor, *bounds: Tensor | Sequence[int] | None) -> Tensor:
     """Return a slice (starts, ends, axes, steps); negative numbers count from the end."""
     starts, ends, axes, steps = [
@@ -427,6 +441,7 @@ def slice_axes(x: Tensor, *bounds: Tensor | Sequence[int] | None) -> Tensor:
     return x
 
 
+@one_call
 def split(
     x: Tensor, sizes: Tensor | Sequence[int] | None, count: int, axis: int
 ) -> tuple[Tensor, ...]:
@@ -445,17 +460,20 @@ def _positive(indices: Tensor, size: int) -> Tensor:
     return torch.where(indices < 0, indices + size, indices)
 
 
+@one_call
 def gather(x: Tensor, indices: Tensor, axis: int) -> Tensor:
     """Return the entries of ``x`` along ``axis`` that ``indices`` name."""
     axis = axis % x.dim()
     return lookup(x, _positive(indices, x.shape[axis]), axis)
 
 
+@one_call
 def gather_elements(x: Tensor, indices: Tensor, axis: int) -> Tensor:
     """Return one element of ``x`` for each index, looked up along ``axis``."""
     return torch.gather(x, axis, _positive(indices, x.shape[axis]))
 
 
+@one_call
 def gather_nd(x: Tensor, indices: Tensor, batch_dims: int) -> Tensor:
     """Return the slices of ``x`` at positions that the last dimension of ``indices`` spells out."""
     behind = range(indices.dim() - 2, -1, -1)
@@ -467,6 +485,7 @@ def gather_nd(x: Tensor, indices: Tensor, batch_dims: int) -> Tensor:
     return x[places]
 
 
+@one_call
 def scatter_elements(
     x: Tensor, indices: Tensor, updates: Tensor, axis: int, reduction: str
 ) -> Tensor:
@@ -486,11 +505,13 @@ def _scatter_nd(node: NodeContext) -> Value:
     return node.call(scatter_nd, *node.inputs, reduction == "add")
 
 
+@one_call
 def scatter_nd(x: Tensor, indices: Tensor, updates: Tensor, add: bool) -> Tensor:
     """Return ``x`` with updates written or added to the slices that ``indices`` name."""
     return x.index_put(indices.long().unbind(-1), updates, add)
 
 
+@one_call
 def one_hot(indices: Tensor, depth: Tensor, values: Tensor, axis: int) -> Tensor:
     """Return ``values[1]`` at the indices of a new axis of ``depth``, ``values[0]`` elsewhere."""
     count = int(depth.reshape(-1)[0])
@@ -503,6 +524,7 @@ def one_hot(indices: Tensor, depth: Tensor, values: Tensor, axis: int) -> Tensor
     return torch.where(indices.unsqueeze(axis) == classes, values[1], values[0])
 
 
+@one_call
 def pad(
     x: Tensor,
     pads: Tensor | Sequence[int],

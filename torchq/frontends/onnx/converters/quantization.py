@@ -8,6 +8,7 @@ from torch import Tensor, fx, nn
 
 from torchq.descriptor import QuantDescriptor
 from torchq.frontends.building.graph import Constant, Value
+from torchq.frontends.building.one_call import one_call
 from torchq.frontends.onnx.context import NUMBERS, NodeContext, Quantization, converter
 from torchq.frontends.onnx.reader import dtype_of
 from torchq.nn import TensorQuantizer, convert_
@@ -227,6 +228,7 @@ def aligned(part: Tensor, x: Tensor, axis: int, block_size: int = 0) -> Tensor:
     return part.view(shape)
 
 
+@one_call
 def quantize_linear(
     x: Tensor,
     scale: Tensor,
@@ -250,6 +252,7 @@ def quantize_linear(
     return codes.clamp(bounds.min, bounds.max).to(dtype)
 
 
+@one_call
 def dequantize_linear(
     codes: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int, block_size: int
 ) -> Tensor:

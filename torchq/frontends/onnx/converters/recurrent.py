@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchq.frontends.building.graph import Constant, Value
+from torchq.frontends.building.one_call import one_call
 from torchq.frontends.onnx.context import NodeContext, converter
 
 _GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
@@ -137,11 +138,13 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@one_call
 def split_directions(y: Tensor, directions: int) -> Tensor:
     """Return outputs (time, batch, directions * hidden) as (time, directions, batch, hidden)."""
     return y.unflatten(2, (directions, -1)).transpose(1, 2)
 
 
+@one_call
 def run_layer(
     kind: str,
     x: Tensor,

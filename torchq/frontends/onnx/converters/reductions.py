@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchq.frontends.building.graph import Ints, Value
+from torchq.frontends.building.one_call import one_call
 from torchq.frontends.onnx.context import NodeContext, converter
 
 _Change = Callable[[Tensor], Tensor] | None
@@ -28,6 +29,7 @@ _PARTS: dict[str, tuple[_Change, str, _Change]] = {
 }
 
 
+@one_call
 def reduce(
     x: Tensor, op_type: str, axes: Tensor | Sequence[int], keep: bool, none: bool
 ) -> Tensor:
@@ -72,6 +74,7 @@ def _cumulative(node: NodeContext) -> Value:
     return node.call(cumulative, node.inputs[0], node.number(1), *flags)
 
 
+@one_call
 def cumulative(x: Tensor, axis: Tensor | int, exclusive: bool, reverse: bool) -> Tensor:
     """Return running sums along ``axis``; ``exclusive`` ones leave out the element itself."""
     axis = int(axis)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from torchq.frontends.building.functions import non_max_suppression, write_operator
 from torchq.frontends.building.graph import Value
+from torchq.frontends.building.one_call import one_call
 from torchq.frontends.onnx.context import NodeContext, converter
 
 
@@ -139,6 +140,7 @@ def _roi_align(node: NodeContext) -> Value:
     )
 
 
+@one_call
 def resize(
     x: Tensor,
     scales: Sequence[float] | Tensor | None,
@@ -277,6 +279,7 @@ def _cubic(d: Tensor, a: float) -> Tensor:
     return torch.where(d <= 1, near, torch.where(d < 2, far, 0.0))
 
 
+@one_call
 def roi_align(
     x: Tensor,
     rois: Tensor,
