@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import torchq
 from torchq.errors import ConfigError, QuantizationError
+from torchq.nn.integer_kernel import kernels_off
 from torchq.ptq import smooth_
 
 
@@ -227,6 +228,69 @@ def test_a_file_holds_factors_that_quantizers_hold(tmp_path: Path) -> None:
         assert torch.equal(loaded(x), model(x))
         # Sums of integers are exact, and scaled in another order than those of floats.
         torch.testing.assert_close(deployed(x), model(x), rtol=1e-4, atol=1e-3)
+
+
+def test_evaluation_multiplies_the_codes_of_layers_with_factors() -> None:
+    model = smoothed_residual("onnxruntime")
+    layer = model.out
+    x = torch.randn(5, 16, generator=torch.Generator().manual_seed(2))
+    of_input, of_weight = layer.input_quantizer, layer.weight_quantizer
+    grid = of_input.qparams()
+    x_codes = of_input.codes(of_input.scaled(x)) - grid.zero_point
+    w_codes = of_weight.codes(of_weight.scaled(layer.weight))
+    sums = x_codes.double() @ w_codes.double().t()
+    with torch.no_grad():
+        shifted = layer.bias + layer.output_shift if layer.is_corrected else layer.bias
+        step = grid.scale * of_weight.qparams().scale.flatten()
+        exact = sums * step.double() + shifted.double()
+        # A product and a sum of float32, and no error of sums.
+        difference = (layer(x) - exact).abs()
+        bound = (sums * step).abs() * 2**-23 + exact.abs() * 2**-23
+        assert bool((difference <= bound).all())
+
+
+class Behind(nn.Module):
+    """A convolution whose result a kernel would round for the linear layer behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 3)
+        self.head = nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.first(x).relu().flatten(1))
+
+
+def test_layers_in_front_of_factors_give_floats() -> None:
+    torch.manual_seed(0)
+    model: Any = Behind().eval()
+    x = torch.randn(4, 3, 4, 4)
+    torchq.quantize_(model, target="onnxruntime", example=x, progress=False)
+    smooth_(model, [x], alpha=0.5, behind="anything", progress=False)
+    torchq.calibrate(model, [x], progress=False)
+    assert model.first.rounded_by == "head.input_quantizer"
+    twin = copy.deepcopy(model)
+    with torch.no_grad(), kernels_off(model):
+        simulated = model(x)
+    with torch.no_grad():
+        # Codes are equal, so only sums of float32 differ, by rounding. A step is 1e-3.
+        torch.testing.assert_close(model(x), simulated, rtol=1e-5, atol=1e-6)
+        assert torch.equal(twin(x), model(x))
+
+
+def test_gains_fold_into_weights_whose_quantizers_have_factors() -> None:
+    model = residual()
+    torchq.quantize_(model, torchq.recipes.integer(4, 8), progress=False)
+    smooth_(model, batches(), behind="anything", progress=False)
+    torchq.calibrate(model, batches(), progress=False)
+    assert model.q.output_gain.numel()
+    x = torch.cat(batches())
+    with torch.no_grad():
+        expected = model(x)
+        for layer in (model.q, model.k, model.out):
+            layer.fold_correction_()
+        # Scales are rounded to float32 once more.
+        torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-4)
 
 
 def test_layers_with_factors_are_left_alone_by_what_rounds_weights() -> None:

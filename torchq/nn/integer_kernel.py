@@ -71,7 +71,17 @@ class IntegerKernel:
 
     @property
     def result(self) -> TensorQuantizer | None:
-        """The quantizer that the kernel rounds for, if it is still there."""
+        """The quantizer that the kernel rounds for, if it is still there.
+
+        None too where it multiplies by factors first: the kernel in front gives floats then.
+        """
+        quantizer = self._reader
+        has_factors = quantizer is not None and quantizer.pre_quant_scale is not None
+        return None if has_factors else quantizer
+
+    @property
+    def _reader(self) -> TensorQuantizer | None:
+        """The quantizer of the result, whatever it does with it."""
         return None if self._result is None else self._result()
 
     @property
@@ -81,10 +91,10 @@ class IntegerKernel:
         return None if runtime is None else runtime.arithmetic
 
     def __deepcopy__(self, memo: dict[int, Any]) -> IntegerKernel:
-        return type(self)(self.runtime, copy.deepcopy(self.result, memo))
+        return type(self)(self.runtime, copy.deepcopy(self._reader, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.runtime, self.result)
+        return type(self), (self.runtime, self._reader)
 
     def kept(
         self,
@@ -277,7 +287,7 @@ def _weight_as_called(quantizer: TensorQuantizer, weight: Tensor) -> Tensor | No
 
 def _plain_weight(quantizer: TensorQuantizer, weight: Tensor) -> Tensor:
     """Return the quantized weight without a call of the quantizer."""
-    return quantizer.qparams().dequantize(quantizer.codes(weight))
+    return quantizer.qparams().dequantize(quantizer.codes(quantizer.scaled(weight)))
 
 
 def _product_of(layer: Any, kernel: IntegerKernel, grid: CodeGrid) -> _Product | None:
@@ -369,7 +379,8 @@ def _product(
     is_float = weight.dtype is not torch.float32
     if is_float or not _fits_kernels(grid) or bool(quantizer.dead_ranges().any()):
         return None
-    codes = quantizer.codes(weight)
+    # Products with an input divided by factors are those without any, up to the rounding.
+    codes = quantizer.codes(quantizer.scaled(weight))
     if is_transposed:
         codes = codes.T.contiguous()
     step = grid.scale * quantizer.qparams().scale.flatten()
@@ -390,7 +401,7 @@ def _fits_kernels(grid: CodeGrid) -> bool:
 
 def _has_whole_weights(quantizer: TensorQuantizer) -> bool:
     d = quantizer.descriptor
-    is_plain = type(quantizer) is TensorQuantizer and quantizer.pre_quant_scale is None
+    is_plain = type(quantizer) is TensorQuantizer
     is_fixed = quantizer.calibrated and not d.dynamic and d.fake_quant
     is_whole = (
         isinstance(d.format, IntFormat) and d.format.bits <= _BYTE and d.symmetric

@@ -57,7 +57,7 @@ def scale_weight_(
         factor: float64, the shape of ``weight``.
     """
     old = quantizer.qparams(weight)
-    codes = quantizer.codes(weight)
+    codes = quantizer.codes(quantizer.scaled(weight))
     mirrored = _mirrored(quantizer, codes, factor)
     low, high = old.quant_min, old.quant_max
     signed = mirrored.clamp(low, high)
@@ -76,6 +76,8 @@ def scale_weight_(
         centered = moved
     dead = _is_dead(old, factor, codes)
     values = torch.where(dead, 0.0, new.dequantize(centered))
+    if quantizer.pre_quant_scale is not None:
+        values = values / quantizer.pre_quant_scale  # which the quantizer multiplies by
     return ScaledWeight(
         values.to(weight.dtype),
         saturated=saturated & ~dead,
