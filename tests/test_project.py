@@ -5,6 +5,7 @@ Sphinx checks references between pages when it builds the site. What it cannot s
 
 import pkgutil
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -135,6 +136,55 @@ def test_what_replaces_a_name_that_is_gone_is_there() -> None:
 
 def test_the_citation_is_of_this_version() -> None:
     assert f"version: {torchq.__version__}" in read("CITATION.cff").splitlines()
+
+
+@pytest.mark.parametrize("source", ["", "https://example.org/somebody/torchq"])
+def test_the_page_of_an_index_names_no_file_of_the_repository(source: str) -> None:
+    """An index has none of them; its user has no checkout to install from, either."""
+    build = runpy.run_path(str(ROOT / "setup.py"), run_name="setup")
+    readme = read("README.md")
+    assert len([link for link in LINK.findall(readme) if "://" not in link]) > 10
+    page = build["page_of_index"](readme, source, "1.2.3")
+    assert [link for link in LINK.findall(page) if "://" not in link] == []
+    assert 'pip install "torchq[all]" && torchq demo' in page
+    assert "pip install -e" not in page and "pytest" not in page
+    assert ("<picture>" in page) == bool(source)
+    for link in LINK.findall(readme):
+        kind = "raw" if link.endswith(".svg") else "blob"
+        address = link if "://" in link else f"{source}/{kind}/v1.2.3/{link}"
+        assert ("://" in link or bool(source)) == (address in page), link
+
+
+def supported() -> dict[str, tuple[str, str]]:
+    """Return the oldest version of each thing in the table of docs/stability.md, and the tested."""
+    table = read("docs/stability.md").partition("\n| --- |")[2].partition("\n\n")[0]
+    oldest = {}
+    for line in table.splitlines()[1:]:
+        names, versions, tested = line.strip("| ").split(" | ")
+        numbers = re.findall(r"[\d.]*\d", versions)
+        oldest |= {
+            name: (number, tested)
+            for name, number in zip(names.split(", "), numbers, strict=False)
+        }
+    return oldest
+
+
+def test_the_versions_that_are_supported_are_those_of_the_metadata() -> None:
+    """docs/stability.md names what pyproject.toml asks for, and what tests run on."""
+    metadata = read("pyproject.toml")
+    of_users = metadata.partition("\ndependencies")[2].partition("[project.scripts]")[0]
+    of_users = re.sub(
+        r"^(integration|docs|dev) = \[.*?\]$", "", of_users, flags=re.M | re.S
+    )
+    bounds = dict(re.findall(r'"([\w-]+)(?:\[\w+\])?>=([\d.]+)', of_users))
+    bounds["Python"] = re.findall(r'^requires-python = ">=([\d.]+)"', metadata, re.M)[0]
+    table = supported()
+    assert {name: oldest for name, (oldest, _) in table.items()} == bounds
+    workflow = read(".github/workflows/ci.yml")
+    pythons = sorted(set(re.findall(r"3\.\d+", workflow)), key=lambda v: int(v[2:]))
+    assert table["Python"][1].split(", ") == pythons
+    for name in ("torch", "torchvision"):
+        assert f'"{name}=={table[name][0]}.*"' in read("Makefile")
 
 
 def test_metadata_is_read_without_importing_torch() -> None:
