@@ -48,7 +48,7 @@ def test_help_loads_no_torch() -> None:
 
 
 def test_names_in_help_are_those_of_torchq() -> None:
-    """A new name of a registry is entered in torchq/cli/names.py."""
+    """A new name is entered in torchq/cli/names.py, of a runtime in torchq/runtimes/names.txt."""
     assert tuple(torchq.recipes.RECIPES) == RECIPES
     assert methods() == METHODS
     assert torchq.targets() == TARGETS
