@@ -462,6 +462,30 @@ def test_tensors_in_containers_are_not_stored_as_constants(
     assert not list(tmp_path.iterdir())
 
 
+class Positions(nn.Module):
+    """A layer that reads a row of a table, in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(9, 8))
+        self.register_buffer("index", torch.tensor([[3, 1] * 4]))
+        self.position = nn.Linear(8, 8)
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.position(torch.gather(self.table, 1, self.index))
+
+
+def test_what_the_reference_of_onnx_cannot_compute_stays_in_the_file(
+    path: Path,
+) -> None:
+    """It raises an error for a GatherElements with fewer rows of indices than data."""
+    x = torch.randn(2, 8)
+    net = calibrated(Positions(), x)
+    torchq.export_onnx(net, x, path, dynamo=True)
+    assert torchq.verify_onnx(net, path, [x]).ok
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("dynamo", [False, True])
 def test_an_input_that_is_an_output_keeps_its_name(path: Path, dynamo: bool) -> None:

@@ -404,3 +404,36 @@ def test_parts_without_their_dimension_have_no_known_shape() -> None:
     assert shapes["x"] == (2, 3)
     assert "part" not in shapes
     assert shapes.get("y") in (None, ())
+
+
+class Experts(nn.Module):
+    """One matrix for each expert, on the left or on the right of a product."""
+
+    def __init__(self, is_left: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.experts = nn.Parameter(torch.randn(4, 16, 16))
+        self.is_left = is_left
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        if self.is_left:
+            return self.experts @ x.transpose(1, 2)
+        return x @ self.experts
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
+@pytest.mark.parametrize("is_left", [True, False])
+def test_several_matrices_in_one_weight_have_one_scale(
+    is_left: bool, target: str, path: Path
+) -> None:
+    """A scale for each output of each matrix has two axes, which no file holds."""
+    if target == "openvino":
+        pytest.importorskip("openvino")
+    x = torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(1))
+    net = calibrated(Experts(is_left), x, target=target, example=x)
+    weight = net.get_submodule("experts_call.weight_quantizer")
+    assert weight.amax.numel() == 1
+    torchq.export_onnx(net, x, path, dynamo=False, dynamic_batch=False)
+    assert torchq.verify_onnx(net, path, [x]).ok
+    assert torchq.inspect_onnx(path).integer

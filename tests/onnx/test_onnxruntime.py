@@ -470,6 +470,33 @@ def test_softmaxes_of_codes_are_computed_in_float(path: Path) -> None:
     assert "QLinearSoftmax" not in kinds(path)
 
 
+class PooledStates(nn.Module):
+    """States, and a pool of them in another order, as Swin returns them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 16)
+        self.norm = nn.LayerNorm(16)
+        self.pool = nn.AdaptiveAvgPool1d(1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        states = self.norm(self.layer(x))
+        return states, self.pool(states.transpose(1, 2))
+
+
+@pytest.mark.parametrize("dynamo", BOTH_EXPORTERS)
+def test_a_result_stays_float_beside_its_quantized_transpose(
+    dynamo: bool, path: Path
+) -> None:
+    """A session returned the values of codes for it."""
+    x = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(1))
+    net = calibrated(PooledStates(), x, target="onnxruntime", example=x[:1])
+    torchq.export_onnx(net, x[:1], path, dynamo=dynamo)
+    assert torchq.verify_onnx(net, path, [x]).ok
+    states, _ = run_file(path, x, optimize=True)
+    torch.testing.assert_close(torch.as_tensor(states), net(x)[0])
+
+
 class SharedBlock(nn.Module):
     """A convolution that others share, and one with ReLU."""
 

@@ -32,6 +32,8 @@ from torchq.nn.modules.operators import OPERATORS as STAND_INS
 #: The first character of the names of sites; those of nodes of a graph do not have it.
 MARK = "@"
 
+_MATRIX_DIMS = 2
+
 
 @dataclass(frozen=True)
 class Visit:
@@ -285,16 +287,25 @@ def site_descriptors(
 ) -> tuple[QuantDescriptor | None, QuantDescriptor | None]:
     """Return the descriptors of a rule for layers, adapted to the layout of a call.
 
-    The axis of the output channels differs, and blocks follow the axis that is summed over. Where
-    that may be any axis (einsum, tensordot) the weight has one scale.
+    The axis of the output channels differs, and blocks follow the axis that is summed over. A
+    weight has one scale where that may be any axis (einsum, tensordot), and with quantized inputs
+    where it is several matrices: QuantizeLinear of ONNX has one axis, and ONNX Runtime reads no
+    vector of scales for them.
     """
     outputs = _PRODUCTS[site.kind].outputs
+    if outputs == "first":
+        return input, weight
     if outputs == "any":
         if weight is not None and weight.block_size is None and weight.axis is not None:
             weight = weight.replace(axis=None, name=None)
         return input, weight
-    if outputs == "first":
-        return input, weight
+    if (
+        weight is not None
+        and weight.axis == (0,)
+        and input is not None
+        and weight_ndim > _MATRIX_DIMS
+    ):
+        weight = weight.replace(axis=None, name=None)
     if site.weight_is_left:
         if (
             input is not None

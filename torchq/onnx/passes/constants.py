@@ -125,7 +125,10 @@ def _operand_beside(
 
 
 def constant_value(model: Model, value: Value, depth: int = 16) -> Tensor | None:
-    """Return ``value`` if it follows from stored tensors in at most ``depth`` nodes; else None."""
+    """Return ``value`` if it follows from stored tensors in at most ``depth`` nodes; else None.
+
+    None too where the reference evaluator of ``onnx`` cannot compute it.
+    """
     if is_constant(value):
         return value_of(value)
     nodes: list[Node] = []
@@ -142,7 +145,12 @@ def constant_value(model: Model, value: Value, depth: int = 16) -> Tensor | None
         new = [v for v in node.inputs if v is not None and v not in visited]
         visited.update(new)
         pending += new
-    return evaluate(model, value, nodes)
+    try:
+        return evaluate(model, value, nodes)
+    except Exception:
+        # It fails on some valid nodes, as GatherElements with fewer indices than data, by errors
+        # of numpy and of Python. The file then computes the value itself.
+        return None
 
 
 def evaluate(

@@ -262,6 +262,36 @@ def separate_softmaxes(model: Model) -> None:
             separate(node.outputs[0])
 
 
+def separate_outputs(model: Model) -> None:
+    """Keep results of the model apart from transposes of them that are quantized.
+
+    ONNX Runtime 1.32 quantizes in front of such a Transpose, and returns the values of these codes
+    as the result of the model, where nothing else reads it.
+
+    Before: A result of the model, read by one Transpose alone -> moves of elements ->
+    QuantizeLinear.
+    After: Max(x, x), which is x, stands in front of the Transpose.
+    """
+    for node in nodes_of(model, "Transpose"):
+        source = node.inputs[0]
+        if source is None or source.producer() is None or not is_output(source):
+            continue
+        if len(readers(source)) == 1 and _is_quantized(node.outputs[0]):
+            separate(source, node)
+
+
+def _is_quantized(value: Value) -> bool:
+    """Return True if a QuantizeLinear reads a value, also behind moves of elements."""
+    waiting = [value]
+    while waiting:
+        for user in readers(waiting.pop()):
+            if user.op_type == "QuantizeLinear":
+                return True
+            if user.op_type in MOVES:
+                waiting.append(user.outputs[0])
+    return False
+
+
 def _cuts_codes(clip: Node, quantize: Node) -> bool:
     """Return True if the upper end of a Clip behind a layer cuts codes of a QuantizeLinear off."""
     end = input_at(clip, 2)
