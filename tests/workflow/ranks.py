@@ -13,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchq
 from tests.workflow.test_added_operators import Spectrum, sounds
+from tests.workflow.test_linear_factors import quantized as quantized_linear
+from tests.workflow.test_linear_factors import rows
 from torchq.errors import TorchqError
 from torchq.swap import plan_of
 
@@ -115,6 +117,17 @@ def operators_left_float(batch_numbers: list[int]) -> tuple[Any, ...]:
     return report.operators.left_float, plan_of(model).modes, outcome
 
 
+def factors_chosen(batch_numbers: list[int]) -> tuple[Any, ...]:
+    """What factors a joint calibration chooses, and the numbers that quantizers have then."""
+    model = quantized_linear("onnxruntime")
+    own_batches = [rows()[number] for number in batch_numbers]
+    report = torchq.calibrate(
+        model, own_batches, group=dist.group.WORLD, progress=False
+    )
+    numbers = {k: v for k, v in model.state_dict().items() if "quantizer" in k}
+    return report.factors, plan_of(model).to_dict(), numbers
+
+
 def run(folder: Path) -> None:
     rank = dist.get_rank()
     world = dist.group.WORLD
@@ -152,6 +165,7 @@ def run(folder: Path) -> None:
         ("rank 1 alone", [1, 2] if rank else []),
     ):
         found[f"operators, {case}"] = operators_left_float(chosen)
+        found[f"factors, {case}"] = factors_chosen(chosen)
     # Its forward gathers weights, so both ranks need as many batches and the same branches.
     same = (
         [torch.full_like(x, 150.0) + x for x in batches(0)]

@@ -213,7 +213,7 @@ def test_estimates_are_the_noise_that_runs_show() -> None:
     with torchq.disabled(model, "type:torch.nn.modules.*"), torch.no_grad():
         rows = [d.name for d in optional_operators(plan_of(model))]
         operators = {name: model.get_submodule(name) for name in rows}
-        samples = added_operators._samples_of_all(runs, 3)
+        samples = added_operators.samples_of_all(runs, 3)
         noise, _ = added_operators._by_gradients(model, operators, samples)
         assert noise
         for name in noise:

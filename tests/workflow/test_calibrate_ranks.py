@@ -24,7 +24,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What each rank found."""
     folder = tmp_path_factory.mktemp("ranks")
     run_ranks(run, folder)
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+    # Reports are objects of torchq.
+    paths = [folder / f"rank{rank}.pt" for rank in range(2)]
+    return [torch.load(path, weights_only=False) for path in paths]
 
 
 def one_process(data: list[Tensor], **options: Any) -> dict[str, Tensor]:
@@ -77,6 +79,14 @@ def test_all_ranks_leave_the_same_operators_in_float(
     first, second = (found[f"operators, {case}"] for found in results)
     assert first == second
     assert "quant_add" in first[0]
+
+
+@pytest.mark.parametrize("case", ["one each", "rank 1 alone"])
+def test_all_ranks_choose_the_same_factors(results: Results, case: str) -> None:
+    first, second = (found[f"factors, {case}"] for found in results)
+    assert first[:2] == second[:2]
+    assert_same_bits(first[2], second[2])
+    assert "query" in first[0].layers
 
 
 def test_all_ranks_go_without_a_correction_where_one_reads_once(

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from torchq.errors import ConfigError
-from torchq.formats import PerAxis, PerTensor
 from torchq.graph import Call, Flow, Forward, call_model, is_torch_leaf, record
 from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
 from torchq.ptq.layers import (
@@ -45,10 +44,15 @@ from torchq.utils import (
 )
 from torchq.workflow import quantizers
 from torchq.workflow.layer_matrices import channel_ranges, spread
+from torchq.workflow.linear_factors import (
+    channel_factors,
+    hold_factors_,
+    pair_of,
+    powers_of_two,
+    why_no_factors,
+)
 
 _ALPHAS = tuple(i / 10 for i in range(10))
-# Exponents of factors that quantizers hold: the largest float16 is 2**16.
-_EXPONENTS = 10
 # What stands for a norm where the quantizers hold the factors.
 _OF_QUANTIZERS = "its quantizer"
 # The relative change of a float32 output that is accepted.
@@ -209,11 +213,7 @@ class _Group:
         """The modules that factors change."""
         if self.norm is not None:
             return [*self.layers, self.norm]
-        return [
-            quantizer
-            for layer in self.layers
-            for quantizer in (layer.input_quantizer, layer.weight_quantizer)
-        ]
+        return [quantizer for layer in self.layers for quantizer in pair_of(layer)]
 
 
 def _find_groups(
@@ -242,7 +242,7 @@ def _find_groups(
         source = _source(flow, key, calls)
         reason = ""
         if source is None and by_quantizers:
-            reason = _why_no_factors(model, calls)
+            reason = why_no_factors(model, [call.module for call in calls])
             skipped |= {call.name: reason for call in calls if reason}
         if source is not None or (by_quantizers and not reason):
             names, layers = zip(
@@ -286,30 +286,6 @@ def _source(flow: Flow, key: tuple[int, ...], calls: list[Call]) -> Call | None:
         return None
     layer: Any = calls[0].module
     return source if norm.weight.shape[0] == layer.weight.shape[1] else None
-
-
-def _why_no_factors(model: nn.Module, calls: list[Call]) -> str:
-    """Return why the quantizers of layers that read one tensor cannot hold factors; "" if so."""
-    layers: list[Any] = [call.module for call in calls]
-    in_groups = {id(q) for layer in layers for q in _pair(layer)}
-    held = {id(layer) for layer in layers}
-    for module in model.modules():
-        children = {id(child) for child in module.children()}
-        if id(module) not in held and not children.isdisjoint(in_groups):
-            return "its input has the quantizer of another module too"
-    for layer in layers:
-        if not all(isinstance(q, TensorQuantizer) for q in _pair(layer)):
-            return "its weight is not quantized"
-        if any(q.pre_quant_scale is not None for q in _pair(layer)):
-            return "its quantizers have factors already"
-        granularity = layer.weight_quantizer.descriptor.granularity
-        if granularity not in (PerTensor(), PerAxis((0,))):
-            return "its weight has scales along its input channels"
-    return ""
-
-
-def _pair(layer: Any) -> tuple[Any, Any]:
-    return layer.input_quantizer, layer.weight_quantizer
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -367,8 +343,8 @@ def _smooth(group: _Group, inputs: _Inputs, asked: float | str) -> SmoothedGroup
     def factors(exponent: float | None) -> Tensor:
         if exponent is None:
             return torch.ones_like(columns)
-        chosen = _channel_factors(inputs.largest, columns, exponent)
-        return chosen if group.norm is not None else _powers_of_two(chosen)
+        chosen = channel_factors(inputs.largest, columns, exponent)
+        return chosen if group.norm is not None else powers_of_two(chosen)
 
     alpha = (
         _best_alpha(group, inputs.samples, factors) if isinstance(asked, str) else asked
@@ -384,35 +360,13 @@ def _smooth(group: _Group, inputs: _Inputs, asked: float | str) -> SmoothedGroup
 def _set_factors(group: _Group, factors: Tensor) -> None:
     """Multiply the weights of a group by factors, and divide what they read by them."""
     if group.norm is None:
-        for layer in group.layers:
-            layer.input_quantizer.pre_quant_scale = factors.reciprocal()
-            layer.weight_quantizer.pre_quant_scale = factors.unsqueeze(0)
+        hold_factors_(group.layers, factors)
         return
     for layer in group.layers:
         scale_(layer, factors, inputs=True)
     for parameter in (group.norm.weight, getattr(group.norm, "bias", None)):
         if parameter is not None:
             parameter.div_(factors.to(parameter.dtype))
-
-
-def _powers_of_two(factors: Tensor) -> Tensor:
-    """Return the nearest powers of two, which change no digit of what they multiply."""
-    exponents = factors.log2().round().clamp(-_EXPONENTS, _EXPONENTS)
-    return exponents.exp2()
-
-
-def _channel_factors(x: Tensor, weight: Tensor, alpha: float) -> Tensor:
-    """Return ``x_j^alpha / weight_j^(1 - alpha)`` of each channel j.
-
-    With the largest magnitudes it is equation 4 of the paper. The factors are divided by their
-    geometric mean, so that equal channels change nothing. A channel that is zero on either side
-    keeps the factor 1. ``x`` are the sizes of input channels, ``weight`` those of columns.
-    """
-    live = (x > 0) & (weight > 0)
-    log = alpha * x.clamp(min=1e-30).log() - (1 - alpha) * weight.clamp(min=1e-30).log()
-    if not bool(live.any()):
-        return torch.ones_like(x)
-    return torch.where(live, (log - log[live].mean()).exp(), 1.0)
 
 
 def _best_alpha(
@@ -432,7 +386,7 @@ def _best_alpha(
 def _error(layer: Any, x: Tensor, factors: Tensor) -> float:
     """Return the squared error of the output of one layer with some factors."""
     weight = layer.weight.detach().float()
-    pair = (layer.input_quantizer, layer.weight_quantizer)
+    pair = pair_of(layer)
     pair_quantizers = [q for q in pair if isinstance(q, TensorQuantizer)]
     with quantizing_only(
         pair_quantizers, pair_quantizers

@@ -159,6 +159,7 @@ def _explained_alone(now: Decision, old: Decision) -> Decision:
             optional=old.optional,
             noise=old.noise,
             left_float=old.left_float,
+            factors=old.factors,
             by=old.by,
             note=old.note,
         )

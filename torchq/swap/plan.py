@@ -45,6 +45,30 @@ def canonical_groups(groups: Iterable[Iterable[str]]) -> tuple[tuple[str, ...], 
 
 
 @dataclass(frozen=True)
+class Factors:
+    """Factors by which a layer divides the channels that it reads, as calibration chose them.
+
+    The quantizers of its input and weight hold them; see
+    :mod:`torchq.workflow.linear_factors`.
+
+    Attributes:
+        alpha: the share of the difficulty that moved to the weights.
+        gain: by how many dB the error of its result fell.
+        by: who decided it.
+    """
+
+    alpha: float
+    gain: float
+    by: str = "calibrate"
+
+    def __str__(self) -> str:
+        return (
+            f"channels of input divided by factors (SmoothQuant, alpha {self.alpha:g}): error of "
+            f"the result {self.gain:.1f} dB less; by {self.by}"
+        )
+
+
+@dataclass(frozen=True)
 class Decision:
     """What happens to one module; it holds no module and no tensor, so it fits a file.
 
@@ -70,6 +94,7 @@ class Decision:
         noise: of an optional one, the noise that it alone adds to the outputs of the model, over
             their power, as calibration estimates it; None before that.
         left_float: the slots that calibration turned off, as they cost too much at the outputs.
+        factors: those that its quantizers hold, where calibration chose them.
         reason: why it stays float; empty where it is quantized.
         by: the pattern of the rule, or the planning pass, that decided; empty for none.
         note: what else there is to know about it.
@@ -90,6 +115,7 @@ class Decision:
     optional: bool = False
     noise: float | None = None
     left_float: tuple[str, ...] = ()
+    factors: Factors | None = None
     reason: str = ""
     by: str = ""
     note: str = ""
@@ -173,6 +199,8 @@ class Decision:
         sentence = sentence or "calls its children"
         if self.optional and self.noise is None:
             sentence = f"{sentence}; {OPTIONAL}"
+        if self.factors is not None:
+            sentence = f"{sentence}; {self.factors}"
         return f"{sentence}; {self.note}" if self.note else sentence
 
 
@@ -338,7 +366,7 @@ class Plan:
     def outcome(self) -> Plan:
         """Return the plan without what changes nothing in a model: reasons, notes, shares."""
         unexplained: dict[str, Any] = {"by": "", "note": "", "optional": False}
-        unexplained |= {"noise": None, "left_float": ()}
+        unexplained |= {"noise": None, "left_float": (), "factors": None}
         rows = (replace(d, names=d.names[:1], **unexplained) for d in self.replaced)
         decisions = tuple(sorted(rows, key=lambda d: d.names))
         same: dict[str, Any] = {"modes": {}, "target": None, "recipe": "", "work": None}
@@ -568,8 +596,7 @@ def _problems(plan: Plan) -> Iterator[tuple[str, Any, str]]:
                 d.ranges,
                 f"a number from 1 to {_MOST_RANGES}",
             )
-        if d.noise is not None and not 0 <= d.noise < float("inf"):
-            yield f"decisions[{number}].noise", d.noise, "a number >= 0"
+        yield from _problems_of_calibration(f"decisions[{number}]", d)
         if d.calls and d.output is not None:
             yield f"decisions[{number}]", "output", "none for function calls"
     for path, entry in plan.operators.items():
@@ -584,6 +611,13 @@ def _problems(plan: Plan) -> Iterator[tuple[str, Any, str]]:
     if any(len(group) < 2 for group in plan.shared):
         yield "shared", plan.shared, "lists of two or more paths"
     yield from () if plan.work is None else _problems_of_work(plan.work)
+
+
+def _problems_of_calibration(where: str, d: Decision) -> Iterator[tuple[str, Any, str]]:
+    if d.noise is not None and not 0 <= d.noise < float("inf"):
+        yield f"{where}.noise", d.noise, "a number >= 0"
+    if d.factors is not None and not 0 <= d.factors.alpha <= 1:
+        yield f"{where}.factors.alpha", d.factors.alpha, "0 to 1"
 
 
 def _is_name(child: str) -> bool:

@@ -59,6 +59,7 @@ from torchq.workflow.runs import (
     Comparison,
     NoiseSums,
     Runs,
+    without_padding,
 )
 from torchq.workflow.two_versions import (
     computing_alone_in_float,
@@ -81,7 +82,7 @@ _DIRECTIONS = 3
 #: the answers that change are in proportion to: less than half a percent of them.
 _OF_ANSWERS = 0.004
 #: The noise over the signal that no answer notices: 40 dB.
-_UNNOTICED = 1e-4
+UNNOTICED = 1e-4
 #: How far a run may be above the sum of estimates before they are not believed.
 _UNEXPLAINED = 4.0
 #: Runs for models without gradients.
@@ -115,10 +116,7 @@ class OperatorChoice:
     @property
     def gain(self) -> float:
         """How much nearer to float the outputs are with them in float, in dB."""
-        before, after = self.outputs.before, self.outputs.after
-        if not before or after is None:
-            return 0.0
-        return 10 * math.log10(before / after) if after else math.inf
+        return self.outputs.gain
 
     @property
     def line(self) -> str:
@@ -183,6 +181,7 @@ class Sample:
         with state_kept(model), kernels_off(model):
             args, kwargs = with_copies((self.args, dict(self.kwargs)))
             results = results_in(model(*args, **kwargs))
+            results = without_padding(model, self.args, self.kwargs, results)
         start.restore()
         return results
 
@@ -233,7 +232,7 @@ def _some_samples(runs: Runs, count: int) -> list[Sample]:
     return _together(runs.model, samples)
 
 
-def _samples_of_all(runs: Runs, count: int) -> list[Sample]:
+def samples_of_all(runs: Runs, count: int) -> list[Sample]:
     """Return a few samples of each batch; of some alone, where that needs a whole run for each."""
     samples: list[Sample] = []
 
@@ -597,7 +596,7 @@ def _allowed(layers: float) -> float:
 def worst_operators(ranked: OperatorChoice) -> tuple[str, ...]:
     """Return the fewest operators, the worst first, without which the rest is far below layers."""
     rest = sum(ranked.noise.values())
-    if ranked.layers + rest <= _UNNOTICED:
+    if ranked.layers + rest <= UNNOTICED:
         return ()
     worst = []
     for name in sorted(ranked.noise, key=lambda name: -ranked.noise[name]):
@@ -616,13 +615,17 @@ class _Dropped(Exception):
 
 
 def choose_operators_(
-    runs: Runs, count: int, group: dist.ProcessGroup | None = None
+    runs: Runs,
+    count: int,
+    samples_of_all: Callable[[], Sequence[Sample]],
+    group: dist.ProcessGroup | None = None,
 ) -> OperatorChoice:
     """Leave the operators in float that cost too much at the outputs, in place.
 
     Args:
         runs: a calibrated model, in eval mode, and its batches.
         count: how many batches calibration read.
+        samples_of_all: returns a few samples of each of them.
         group: processes that decide together.
 
     Returns:
@@ -639,7 +642,7 @@ def choose_operators_(
     worst = worst_operators(choice)
     if worst:
         changed = _replanned(model, plan, worst, samples, group)
-        choice = _tried(runs, count, choice, changed, worst, group)
+        choice = _tried(runs, samples_of_all, choice, changed, worst, group)
     if not choice.left_float:
         # What stays quantized is not open any more.
         keep_as_plan(model, _with_noise(plan, choice))
@@ -726,7 +729,7 @@ def _replanned(
 
 def _tried(
     runs: Runs,
-    count: int,
+    samples_of_all: Callable[[], Sequence[Sample]],
     ranked: OperatorChoice,
     plan: Plan,
     worst: Sequence[str],
@@ -736,13 +739,13 @@ def _tried(
     model = runs.model
     others = [d.name for d in plan.replaced if d.left_float and d.name not in worst]
     choice = replace(ranked, left_float=(*worst, *others))
-    samples = _samples_of_all(runs, count)
-    before = [sample.call(model) for sample in samples]
+    few = samples_of_all()
+    before = [sample.call(model) for sample in few]
     sums = NoiseSums()
     try:
         with unchanged_on_error(model):
             replan_(model, _with_noise(plan, choice))
-            for sample, old in zip(samples, before, strict=True):
+            for sample, old in zip(few, before, strict=True):
                 new = sample.call(model)
                 sums.add(sample.exact, old, new, sample.batches)
             outputs = sums.comparison(group, device_of(model))

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -16,15 +17,23 @@ from torchq.calib import methods, sync
 from torchq.errors import CalibrationError, ConfigError
 from torchq.graph import Forward
 from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
-from torchq.nn.correction import corrected_layers, forget_corrections
+from torchq.nn.correction import forget_corrections
 from torchq.nn.integer_kernel import evaluation_of
 from torchq.workflow.added_operators import (
     OperatorChoice,
     choose_operators_,
+    samples_of_all,
     take_back_operators_,
 )
 from torchq.workflow.correction import NOT_READ, Correction, needs_gains
 from torchq.workflow.correction import correct as correct_results
+from torchq.workflow.linear_factors import (
+    FactorChoice,
+    LinearInputs,
+    choose_factors_,
+    linear_layers,
+    take_back_factors_,
+)
 from torchq.workflow.modes import quantizers, weight_quantizers
 from torchq.workflow.output_search import OutputSamples, set_range_by_output
 from torchq.workflow.runs import Fingerprint, Outputs, Runs
@@ -64,6 +73,7 @@ class CalibrationReport:
             model's target, or a simulation; "" where it has none whose formulas are known.
         operators: which operators beside layers stay in float, as their quantizers cost too much at
             the outputs of the model.
+        factors: which linear layers divide the channels that they read by factors.
     """
 
     batches: int
@@ -74,6 +84,7 @@ class CalibrationReport:
     correction: Correction | None = None
     evaluation: str = ""
     operators: OperatorChoice = field(default_factory=OperatorChoice)
+    factors: FactorChoice = field(default_factory=FactorChoice)
 
     def table(self) -> str:
         """Return a row for every quantizer, and how many there are."""
@@ -121,6 +132,8 @@ class CalibrationReport:
             end += f", {len(self.kept)} kept from before"
         if self.operators.line:
             end += f"; {self.operators.line}"
+        if self.factors.line:
+            end += f"; {self.factors.line}"
         if self.correction is not None:
             end += f"; {self.correction.line}"
         return f"{end}; {self.evaluation}" if self.evaluation else end
@@ -166,7 +179,9 @@ def calibrate(
             see :mod:`torchq.nn.correction`. Operators beside layers whose quantizers cost too much
             at the outputs of the model are left in float, as the report and the plan say: see
             :mod:`torchq.workflow.added_operators`. A rule that names one keeps it, and the next
-            calibration decides anew.
+            calibration decides anew. Where linear layers carry the work, the channels that they
+            read are divided by factors if the outputs are nearer to float then: see
+            :mod:`torchq.workflow.linear_factors`.
         group: join the statistics of these processes (``torch.distributed.group.WORLD``), each
             with its own ``batches``: every rank gets the bits that one process would get from
             rank 0's batches, then rank 1's, and so on. Ranks may have different numbers of
@@ -205,19 +220,26 @@ def calibrate(
         corrects = correct and bool(todo) and batches is not None
         floats = Outputs() if corrects and _reads_again(model, batches, group) else None
         runs = Runs(model, () if batches is None else batches, forward)
-        if floats is not None and take_back_operators_(runs):
-            todo, kept_paths = _pending(model, force)
-        activations = _of_activations(model, todo)
-        samples = None if batches is None else _samples(model, todo)
         count = 0
         chosen = OperatorChoice()
+        factors = FactorChoice()
         unseen: tuple[str, ...] = ()
-        with _undone_on_error(model, todo.values()):
+        with _undone_on_error(model):
+            if floats is not None and take_back_operators_(runs):
+                todo, kept_paths = _pending(model, force)
+            activations = _of_activations(model, todo)
+            samples = None if batches is None else _samples(model, todo)
+            inputs = LinearInputs({})
+            if floats is not None:
+                to_set = {id(q) for q in todo.values()}
+                take_back_factors_(model, to_set)
+                inputs = LinearInputs(linear_layers(model, to_set, method))
             with _weights_after_errors(
                 model, pending := {id(q) for q in todo.values()}
             ):
                 if batches is not None and (activations or group or samples):
-                    with _observing(model, activations, method, options):
+                    observing = _observing(model, activations, method, options)
+                    with observing, inputs.recording():
                         reading = (runs, num_batches, progress, floats)
                         count, unseen = _observed(reading, activations, samples, group)
                     _treat_unseen({n: activations[n] for n in unseen}, on_unseen, count)
@@ -225,7 +247,9 @@ def calibrate(
             calibrate_weights(model, only=pending, samples=samples, group=group)
             if floats is not None:
                 forget_corrections(model)
-                chosen = choose_operators_(runs, count, group)
+                few = cache(partial(samples_of_all, runs, count))
+                chosen = choose_operators_(runs, count, few, group)
+                factors = choose_factors_(runs, inputs, few, group)
             done = _corrected(runs, count // 3, floats, group) if todo else None
     if corrects and done is None:
         warnings.warn(f"calibrate: {_READ_ONCE}", stacklevel=2)
@@ -238,20 +262,14 @@ def calibrate(
         done,
         evaluation_of(model),
         chosen,
+        factors,
     )
 
 
-def _undone_on_error(
-    model: nn.Module, todo: Iterable[TensorQuantizer]
-) -> AbstractContextManager[Any]:
-    """Give quantizers and corrections back what they had where anything but data is wrong."""
-    quantizers_to_set = list(todo)
-    return utils.undone_on_error(
-        *quantizers_to_set,
-        *corrected_layers(model),
-        written=[b for quantizer in quantizers_to_set for b in quantizer.buffers()],
-        but=CalibrationError,
-    )
+def _undone_on_error(model: nn.Module) -> AbstractContextManager[Any]:
+    """Give a model its ranges, corrections and plan back where anything but data is wrong."""
+    written = [b for q in quantizers(model).values() for b in q.buffers()]
+    return utils.undone_on_error(model, written=written, but=CalibrationError)
 
 
 def _of_activations(

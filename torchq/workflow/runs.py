@@ -7,6 +7,7 @@ gives other batches all the same, the float model runs once more.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -90,14 +91,18 @@ class Runs:
 
     def call(self, batch: Any) -> list[Tensor]:
         """Run the model on a copy of a batch; return its floating-point results."""
-        outputs: list[Any] = []
-        watched = [(self.model, lambda args, kwargs, output: outputs.append(output))]
-        with watching(watched):
+        outputs: list[list[Tensor]] = []
+
+        def see(args: Any, kwargs: Any, output: Any) -> None:
+            results = results_in(output)
+            outputs.append(without_padding(self.model, args, kwargs, results))
+
+        with watching([(self.model, see)]):
             returned = call_model(
                 self.model, batch, forward=self.forward, device=self._device
             )
         # What a function of the user returns may be a loss, or nothing.
-        return results_in(outputs[-1] if outputs else returned)
+        return outputs[-1] if outputs else results_in(returned)
 
     def again(
         self,
@@ -123,6 +128,31 @@ class Runs:
         finally:
             after.restore()
         return count
+
+
+#: The argument by which models are told which positions of their input are filled up.
+_MASK = "attention_mask"
+
+
+def without_padding(
+    model: nn.Module, args: Any, kwargs: Any, results: list[Tensor]
+) -> list[Tensor]:
+    """Return results of a call without those of positions that its mask calls filled up.
+
+    Nobody reads what a model returns for these. A mask is the argument "attention_mask" of shape
+    (samples, positions), and results with such positions have at least one dimension more.
+    """
+    mask = kwargs.get(_MASK)
+    if mask is None and len(args) > 1:
+        names = list(inspect.signature(model.forward).parameters)
+        mask = dict(zip(names, args, strict=False)).get(_MASK)
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or bool(mask.all()):
+        return results
+    kept = mask.bool()
+    return [
+        r[kept.to(r.device)] if r.dim() > 2 and r.shape[:2] == mask.shape else r
+        for r in results
+    ]
 
 
 #: What stands for a batch on a rank that has none left, while others do.
@@ -167,6 +197,13 @@ class Comparison:
         if self.before is None or self.after is None:
             return False
         return not self.after <= self.before
+
+    @property
+    def gain(self) -> float:
+        """How much nearer to float the outputs are with the change, in dB; 0 if unknown."""
+        if not self.before or self.after is None:
+            return 0.0
+        return 10 * math.log10(self.before / self.after) if self.after else math.inf
 
     def __str__(self) -> str:
         """Return the ratio of signal to noise without and with the change, and where it is from."""
