@@ -14,7 +14,7 @@ from tests.models import Parts, simulated
 from torchq.analysis import DoctorReport
 from torchq.analysis.checks import Patient
 from torchq.analysis.doctor import cures
-from torchq.analysis.layers import line_with, lines_without
+from torchq.analysis.layers import line_with, lines_without, named_target
 from torchq.nn.correction import corrected_layers
 from torchq.workflow import quantizers, weight_quantizers
 
@@ -176,7 +176,7 @@ def test_signed_codes_without_negative_values_want_a_target() -> None:
     config = torchq.recipes.integer(8, 4, unsigned=False)
     model = quantized(config)
     (first, *_) = examined(model).cures
-    assert first.code == line_with("config, target=..., example=batches[0]")
+    assert first.code == line_with(f"config, {named_target()}")
     assert "inputs without negative values have signed codes" in first.text
     assert all("target=" not in c.code for c in examined(quantized(W4A4)).cures)
 

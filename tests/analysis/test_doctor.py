@@ -65,6 +65,25 @@ class Functional(nn.Module):
         return self.inner.conv(torch.nn.functional.conv2d(x, self.kernel))
 
 
+def attend(x: Tensor) -> Tensor:
+    return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+class AttendsOutside(nn.Module):
+    """Attention in a function that a table names, as models of transformers have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.functions = {"eager": attend}
+
+    def set_attn_implementation(self, name: str) -> None:
+        """Exist, as of the models that can be routed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.functions["eager"](self.conv(x).flatten(2))
+
+
 class TwoReaders(nn.Module):
     """Two layers that read one tensor."""
 
@@ -184,6 +203,10 @@ def plant_skipped_layer() -> tuple[nn.Module, str, str]:
 def plant_functional_call() -> tuple[nn.Module, str, str]:
     model = simulated(Functional().eval(), image_batches(), include=["inner.*"])
     return model, "", "warning"
+
+
+def plant_attention_outside() -> tuple[nn.Module, str, str]:
+    return healthy(AttendsOutside()), "", "info"
 
 
 def plant_one_sided_add() -> tuple[nn.Module, str, str]:

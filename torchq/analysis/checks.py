@@ -15,6 +15,7 @@ from torchq.analysis.layers import (
     layers_with_weights,
     line_with,
     lines_without,
+    named_target,
     passing,
 )
 from torchq.analysis.outputs import Outputs
@@ -565,7 +566,7 @@ def functional_call(patient: Patient) -> Found:
             continue
         # Attention has products of data alone; other calls have a weight, or compute one.
         sites = [site for site in calls.sites if site.kind != "attention"]
-        products = sorted(calls.unreached.keys() - {"embedding"})
+        products = sorted(calls.unreached.keys() - {"embedding", "attention"})
         kinds = list(dict.fromkeys([site.kind for site in sites] + products))
         if not kinds:
             continue
@@ -582,6 +583,24 @@ def functional_call(patient: Patient) -> Found:
         yield "warning", names[key], evidence, remedy
 
 
+@check("attention_outside", needs_batches=True)
+def attention_outside(patient: Patient) -> Found:
+    """Yield modules of transformers whose attention is computed where no quantizer can be."""
+    assert patient.seen is not None
+    if not hasattr(patient.model, "set_attn_implementation"):
+        return
+    names = {id(module): path for path, module in patient.model.named_modules()}
+    for key, calls in find_calls(patient.model, patient.seen.example).calls.items():
+        if "attention" not in calls.unreached:
+            continue
+        evidence = "hands its attention to a function outside of it, which stays float"
+        routed = "torchq.hugging_face.attend_in_modules_(model, batches[0])"
+        again = f"torchq.quantize_(model, {named_target()})"
+        calibrated = "torchq.calibrate(model, batches)"
+        remedy = f"torchq.restore_(model); {routed}; {again}; {calibrated}"
+        yield "info", names[key], evidence, remedy
+
+
 @check("one_sided_add", needs_batches=True)
 def one_sided_add(patient: Patient) -> Found:
     """Yield additions with a quantizer on one operand, where the other is no layer's result.
@@ -594,7 +613,7 @@ def one_sided_add(patient: Patient) -> Found:
         evidence = (
             "adds a quantized operand to one that is not, so the addition runs in float"
         )
-        again = line_with("config, target=..., example=batches[0]")
+        again = line_with(f"config, {named_target()}")
         remedy = f"{again}  # or quantize both"
         yield "warning", path, evidence, remedy
 

@@ -34,7 +34,12 @@ from torchq.analysis.checks import (
     ruling_channels,
 )
 from torchq.analysis.detections import Detections
-from torchq.analysis.layers import line_with, lines_without, passing
+from torchq.analysis.layers import (
+    line_with,
+    lines_without,
+    named_target,
+    passing,
+)
 from torchq.analysis.outputs import Outputs, Sqnr, compare_outputs, user_metric
 from torchq.analysis.sensitivity import SensitivityReport, sensitivity
 from torchq.errors import ConfigError, QuantizationError
@@ -59,7 +64,7 @@ from torchq.workflow import quantizers, weight_quantizers
 from torchq.workflow.correction import uncorrected
 
 _WHERE = "doctor"
-_SHOWN = 12  # places of one kind in a printed report
+_SHOWN = 6  # places of one kind in a printed report
 #: Layers that are blamed at most, and the share of the damage that makes them blamed.
 _BLAMED, _MOST = 3, 0.5
 #: Widths of weights up to which rounding to nearest is what hurts.
@@ -482,9 +487,9 @@ def _grid(patient: Patient, plan: Plan, names: set[str]) -> Cure | None:
         return None
     advice = (
         f"{few} inputs without negative values have signed codes, of which half are wasted: a "
-        "target chooses the codes for the values, where it has such codes."
+        "target, such as this one, chooses the codes for the values, where it has such codes."
     )
-    return Cure(advice, line_with("config, target=..., example=batches[0]"))
+    return Cure(advice, line_with(f"config, {named_target()}"))
 
 
 def _has_signed_codes(quantizer: TensorQuantizer) -> bool:

@@ -14,6 +14,7 @@ from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
 from torchq.nn.calls.modules import RoutedModule
 from torchq.nn.calls.routes import site_descriptors
 from torchq.nn.correction import corrected_layers
+from torchq.runtime import reference_runtime
 from torchq.utils import child_path, state_kept
 from torchq.workflow import quantizers, weight_quantizers
 
@@ -186,6 +187,11 @@ def lines_without(names: Iterable[str]) -> str:
     chosen = f"torchq.workflow.select_quantizers(model, {list(names)!r})"
     calibrate = "torchq.calibrate(model, batches, force=True)"
     return f"for q in {chosen}.values(): q.quantizing = False\n{calibrate}"
+
+
+def named_target() -> str:
+    """Return arguments that name a target, for lines that can be pasted: one that is anywhere."""
+    return f"target={reference_runtime().name!r}, example=batches[0]"
 
 
 def line_with(arguments: str) -> str:

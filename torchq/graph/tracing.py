@@ -356,6 +356,8 @@ def trace(model: nn.Module, example: object) -> Trace:
     args, kwargs = call_arguments(model, example)
     try:
         return _with_fx(model, args, kwargs)
+    except GraphError as error:
+        reason = str(error)
     # Code whose control flow looks at a tensor may raise anything.
     except Exception as error:
         reason = why_untraceable(error)
@@ -375,16 +377,15 @@ _UNTRACEABLE = {
     "inputs to control flow": "its code decides by the values of tensors",
     "'len' is not supported": "its code asks for the length of a tensor or list",
 }
+#: What other code does: there are as many errors as ways to use a value.
+_DEPENDS = "its code depends on what only a run with data has"
 
 
 def why_untraceable(error: Exception) -> str:
     """Return in the words of a user why code cannot be traced, given what the trace raised."""
     message = _first_line(error)
-    sentence = message.partition(". ")[0]
-    stated = f"its code cannot be followed: {type(error).__name__}: {sentence}"
-    return next(
-        (words for part, words in _UNTRACEABLE.items() if part in message), stated
-    )
+    matching = (words for part, words in _UNTRACEABLE.items() if part in message)
+    return next(matching, _DEPENDS)
 
 
 def _first_line(error: Exception) -> str:

@@ -228,9 +228,9 @@ class _Recorder(TorchFunctionMode):
             calls.unreached[site.kind] = use
             return
         if not place:
-            use = (
-                f"calls {site.kind} with a weight in code whose source does not show it"
-            )
+            use = f"calls {site.kind} with a weight, which its source does not show"
+            if site.kind == "attention":
+                use = "hands its attention to a function outside of it"
             calls.unreached[site.kind] = use
             return
         calls.add(replace(site, site=place), ndim)
