@@ -30,6 +30,17 @@ def loader():
     torch.manual_seed(1)
     return [(torch.randn(8, 3, 16, 16), torch.zeros(8)) for _ in range(4)]
 
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, values, scale=None):
+        return self.linear(values) * (1 if scale is None else scale)
+
+def mappings():
+    return [{"values": torch.randn(8, 4), "scale": torch.rand(8, 1)} for _ in range(3)]
+
 def small():
     return [torch.randn(2, 3, 2, 2)]
 

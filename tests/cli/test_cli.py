@@ -19,6 +19,7 @@ from tests.cli.conftest import SOURCE
 from tests.processes import run_code
 from torchq.cli import demo, main
 from torchq.cli.loading import evenly_ordered
+from torchq.cli.run import RUNS
 
 Printed = Callable[..., str]
 MODEL = SOURCE[:2]
@@ -116,6 +117,34 @@ def test_quantize_fuses_exports_and_verifies(folder: Path, printed: Printed) -> 
     operators = {node.op_type for node in onnx.load(folder / "out.onnx").graph.node}
     assert {"QuantizeLinear", "DequantizeLinear", "Conv"} <= operators
     assert "BatchNormalization" not in operators
+
+
+def test_batches_may_be_mappings(folder: Path, printed: Printed) -> None:
+    pytest.importorskip("onnxruntime")
+    source = ["--model", "user_net:Scaled", "--data", "user_net:mappings"]
+    target = ["--target", "onnxruntime", "--export", "out.onnx", "--no-report"]
+    out = printed("quantize", *source, *target)
+    assert "out.onnx: agrees with its model" in out
+    assert (
+        "another length of batch (dimension 0 of values, dimension 0 of scale)" in out
+    )
+    assert "nothing found" in printed("doctor", *source)
+
+
+def test_warnings_are_said_without_the_place_in_the_library(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def warn(args: object) -> int:
+        text = warnings.formatwarning("is slow", UserWarning, "library.py", 3)
+        sys.stdout.write(text)
+        return 0
+
+    monkeypatch.setitem(RUNS, "inspect", warn)
+    Path("a.onnx").touch()
+    before = warnings.formatwarning
+    assert main(["inspect", "a.onnx"]) == 0
+    assert capsys.readouterr().out == "torchq inspect: warning: is slow\n"
+    assert warnings.formatwarning is before
 
 
 def test_quantize_reads_a_folder_of_images_and_a_weights_file(

@@ -132,7 +132,7 @@ def run_quantize(args: argparse.Namespace) -> int:
     metric = read_metric(args)
     comparison = _compare(prepared, metric, args, say)
     files = _write(prepared, metric, args, say)
-    timing = speed_line(prepared.model, (prepared.example,))
+    timing = speed_line(prepared.model, prepared.example)
     if timing:
         say(timing)
     report = _report(prepared, metric, args, say)
@@ -249,12 +249,12 @@ def _write(
         )
         written["save"] = args.save
     if args.export and (write := _own_writer(args)):
-        say(write(model, (found.example,), Path(args.export)))
+        say(write(model, found.example, Path(args.export)))
         written["export"] = args.export
     elif args.export:
         options = {"opset": args.opset, "target": args.target}
         options["dynamic_batch"] = not found.fixed_batch
-        report = torchq.export_onnx(model, (found.example,), args.export, **options)
+        report = torchq.export_onnx(model, found.example, args.export, **options)
         say(f"wrote {args.export} ({Path(args.export).stat().st_size / 2**20:.2f} MiB)")
         for note in report.notes:
             say(note)
@@ -272,7 +272,9 @@ def _verify(
     """Compare the file with its model; where --verify is given, on the target's emulator too."""
     count = args.verify or _VERIFIED
     if not _is_emulated(args):
-        batches = [example_of(batch) for batch in found.calibration[:count]]
+        batches = [
+            example_of(found.model, batch) for batch in found.calibration[:count]
+        ]
         return torchq.verify_onnx(found.model, args.export, batches)
     # A metric of models cannot run a file.
     of_outputs = metric and isinstance(find_metric("--metric", metric), Score)

@@ -194,6 +194,7 @@ _REPORT = [
     [_row("--report", _PAGE, "FILE.html"), _flag("--no-report", "write no report")],
 ]
 _JSON = _flag("--json", "print JSON and nothing else")
+_ROWS = _flag("--rows", "print a row for every module")
 _LOAD = [_row("--load", "ranges that torchq.save wrote", "FILE.pt"), _JSON]
 _ANALYSIS = {"what to quantize": _SOURCE, "data": _DATA, "how": _METHOD}
 _STATE = "state and output"
@@ -220,14 +221,14 @@ _QUANTIZE = {
         [_row("--cache", _CACHE, "FILE"), _row("--encodings", _ENCODINGS, "FILE")],
     ],
     "how": _METHOD,
-    "output": [*_OUTPUT, _JSON],
+    "output": [*_OUTPUT, [_ROWS, _JSON]],
     "comparison with the float model": [*_COMPARISON, *_REPORT],
 }
 _OUT = _row("--out", ".html, .json or .txt (default: print text)", "FILE")
 _FORMATS = ["w8a8", "w4a8", "w4a4"]
 _PLAN = [
     *_LOAD,
-    _row("--rows", action="store_true", help="print a row for every module"),
+    _ROWS,
     _many("--budget", "such as mean_bits=5", "KIND=NUMBER", default=[]),
     _row("--formats", "to choose from", "FORMAT", nargs="+", default=_FORMATS),
     _row("--out", "write the config, for --recipe", "FILE.json"),

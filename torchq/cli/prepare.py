@@ -3,6 +3,7 @@
 import argparse
 import functools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,15 @@ from torchq.cli.loading import (
     load_object,
 )
 from torchq.errors import ConfigError
+from torchq.graph import (
+    call_arguments,
+    call_model,
+    map_tensors,
+    move_to,
+    tensors_in,
+)
+from torchq.swap import Plan
+from torchq.utils import wrap
 
 _SIZE = 224
 _NAMED_RANGES: dict[str, Callable[..., dict[str, Any]]] = {
@@ -42,7 +52,7 @@ class Prepared:
     """What a command works on."""
 
     model: nn.Module  # quantized and calibrated
-    example: Tensor  # one input of the model
+    example: Any  # the arguments of one call, with one row or as many as the file fixes
     fixed_batch: bool  # the file of the model fixes how many images it takes
     calibration: list[Any]  # the batches that ranges come from
     held_out: list[Any]  # batches after these, or the same where there are no more
@@ -229,14 +239,26 @@ def _image_size(model: nn.Module, args: argparse.Namespace) -> tuple[int, int]:
     return height, width
 
 
-def example_of(batch: Any) -> Tensor:
-    """Return the input tensor of a batch; the export traces with it."""
-    first = batch[0] if isinstance(batch, (tuple, list)) else batch
-    if not isinstance(first, Tensor):
+def example_of(model: nn.Module, batch: Any, rows: int | None = None) -> Any:
+    """Return the arguments of one call that a batch holds, without its labels.
+
+    Args:
+        model: whose forward tells arguments from labels.
+        batch: a tensor, a tuple that may end with labels, or a mapping of keyword arguments.
+        rows: how many rows to keep of each tensor that has as many as the first; None for all.
+    """
+    args, kwargs = call_arguments(model, batch)
+    example = kwargs or args
+    first = next(tensors_in(example), None)
+    if first is None:
         raise ConfigError(
-            f"--data: got batches of {type(batch).__name__}; expected a tensor or (tensor, ...)"
+            f"--data: got batches of {type(batch).__name__}; expected a tensor, (tensor, ...) or "
+            "a mapping of keyword arguments"
         )
-    return first
+    if rows is None or not first.dim():
+        return example
+    sizes = first.shape[:1]
+    return map_tensors(example, lambda x: x[:rows] if x.shape[:1] == sizes else x)
 
 
 def prepare(
@@ -257,20 +279,19 @@ def prepare(
     check()
     calibration, held_back = read_batches(model, args, held_out)
     fixed = fixed_batch(model, args)
-    images = example_of(calibration[0])
-    example = images[: fixed or 1].to(args.device)
-    with torch.no_grad(), _wrong_size(images, args):
-        model(example)
+    example = example_of(model, calibration[0], fixed or 1)
+    example = move_to(example, torch.device(args.device))
+    with torch.no_grad(), _wrong_size(example_of(model, calibration[0]), args):
+        call_model(model, example)
     if args.fuse:
-        fused = torchq.fuse_(model, (example,)).fused
+        fused = torchq.fuse_(model, example).fused
         say(f"fused {len(fused)} BatchNorms and branches")
     # A target wants one range for all quantizers of one tensor, which the example call finds.
-    one = None if args.target is None else (example,)
-    say(
-        torchq.quantize_(
-            model, config, target=args.target, example=one, **selection(args)
-        )
+    one = None if args.target is None else example
+    plan = torchq.quantize_(
+        model, config, target=args.target, example=one, **selection(args)
     )
+    say(plan.table() if getattr(args, "rows", False) else in_short(plan))
     if getattr(args, "load", None):
         torchq.load(model, args.load)
         return Prepared(
@@ -279,7 +300,7 @@ def prepare(
     if getattr(args, "export", None):
         torchq.onnx.preflight.check_formats(model, args.opset)
     if ranges is not None:
-        ranges_report = _NAMED_RANGES[ranges[0]](model, ranges[1], (example,))
+        ranges_report = _NAMED_RANGES[ranges[0]](model, ranges[1], example)
         say(f"took {len(ranges_report)} ranges from {ranges[1]}")
         return Prepared(model, example, fixed is not None, calibration, calibration)
     started = time.perf_counter()
@@ -291,16 +312,38 @@ def prepare(
     )
 
 
+#: How many reasons for float are shown.
+_REASONS = 6
+
+
+def in_short(plan: Plan) -> str:
+    """Return the verdict of a plan, and what stays float with the reasons."""
+    by_reason: dict[str, Counter[str]] = {}
+    for decision in plan.skipped:
+        kinds = by_reason.setdefault(decision.reason, Counter())
+        kinds[decision.class_name] += 1
+    lines = [plan.verdict()]
+    for reason, kinds in list(by_reason.items())[:_REASONS]:
+        counts = ", ".join(f"{count} {name}" for name, count in kinds.most_common())
+        lines.append(f"  float: {counts}: {reason}")
+    if len(by_reason) > _REASONS:
+        lines.append(f"  and {len(by_reason) - _REASONS} reasons more")
+    if by_reason:
+        lines.append("  --rows prints what is decided about each module")
+    return "\n".join(wrap(line, indent="    ") for line in lines)
+
+
 @contextmanager
-def _wrong_size(images: Tensor, args: argparse.Namespace) -> Iterator[None]:
+def _wrong_size(batch: Any, args: argparse.Namespace) -> Iterator[None]:
     """Explain why the model fails on the first batch, before all other work."""
     try:
         yield
     except Exception as error:  # whatever the model's code raises
         folder = args.data is None or Path(args.data).is_dir()
         advice = "; pass another --image-size" if folder else ""
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_in(batch))
         raise ConfigError(
-            f"{_source(args)}: the model fails on a batch of shape {tuple(images.shape)} "
+            f"{_source(args)}: the model fails on a batch of shape {shapes} "
             f"({type(error).__name__}: {_first_line(error)}){advice}"
         ) from None
 

@@ -1,7 +1,9 @@
 """What carries out each command; main.py loads it when one runs, as it loads torch."""
 
 import argparse
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from torchq.cli.commands import (
     run_convert,
@@ -33,4 +35,26 @@ def run(args: argparse.Namespace) -> int:
     check_paths(args)
     if hasattr(args, "model"):
         args.model = args.model or args.file
-    return RUNS[args.command](args)
+    with _warnings_of_a_program(f"torchq {args.command}"):
+        return RUNS[args.command](args)
+
+
+@contextmanager
+def _warnings_of_a_program(name: str) -> Iterator[None]:
+    """Print warnings as a program says them: without the file and the line that they come from."""
+
+    def text_of(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        line: str | None = None,
+    ) -> str:
+        return f"{name}: warning: {message}\n"
+
+    before = warnings.formatwarning
+    warnings.formatwarning = text_of
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before

@@ -36,7 +36,8 @@ def optimize_(program: Any) -> None:
     infinite where x is 0. So such numbers are inputs of the graph while the optimizer runs.
     """
     optimizer = import_optional("onnxscript.optimizer", "export_onnx(dynamo=True)")
-    with _without_failed_folding():
+    # What onnxscript could not compute beforehand it leaves as nodes.
+    with _without_log_of("onnxscript"):
         optimizer.inline(program.model)
         optimizer.fold_constants(program.model)
         with _small_numbers_as_inputs(program.model):
@@ -44,11 +45,12 @@ def optimize_(program: Any) -> None:
 
 
 @contextmanager
-def _without_failed_folding() -> Iterator[None]:
-    """Keep what onnxscript could not compute beforehand out of the log: it leaves these nodes."""
-    logger = logging.getLogger("onnxscript")
+def _without_log_of(name: str) -> Iterator[None]:
+    """Keep warnings of a package out of the log, unless somebody asked for more than warnings."""
+    logger = logging.getLogger(name)
     level = logger.level
-    logger.setLevel(logging.ERROR)
+    if level in (logging.NOTSET, logging.WARNING):
+        logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
@@ -124,8 +126,9 @@ def run_dynamo(call: ExampleCall, opset: int, marks: Marks) -> Model:
         kwargs = {name: args[-1]}
         args = args[:-1]
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # The exporter warns about itself.
+        # The exporter warns about itself.
+        with warnings.catch_warnings(), _without_log_of("torch.onnx"):
+            warnings.simplefilter("ignore")
             program = torch.onnx.export(
                 call.model,
                 args,

@@ -22,6 +22,8 @@ from torchq.utils.optional import import_optional
 
 _SUFFIXES = (".html", ".htm", ".json", ".txt", ".md")
 _SHOWN = 20
+#: Findings of one kind that the text shows.
+_OF_A_KIND = 3
 
 
 @dataclass(frozen=True)
@@ -141,14 +143,18 @@ def _text(data: dict[str, Any]) -> str:
     lines.append(table(rows))
     if len(ranked) > _SHOWN:
         lines.append(f"and {len(ranked) - _SHOWN} more layers")
-    lines += [
-        wrap(
-            f"{f['severity']} {f['kind']}: {f['name'] or '(root)'}: {f['evidence']}",
-            indent="  ",
-        )
-        for f in data["findings"]
-        if f["severity"] != "info"
-    ]
+    alike: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for finding in data["findings"]:
+        if finding["severity"] != "info":
+            kind = finding["severity"], finding["kind"]
+            alike.setdefault(kind, []).append(finding)
+    for (severity, name), findings in alike.items():
+        for finding in findings[:_OF_A_KIND]:
+            place = finding["name"] or "(root)"
+            text = f"{severity} {name}: {place}: {finding['evidence']}"
+            lines.append(wrap(text, indent="  "))
+        if len(findings) > _OF_A_KIND:
+            lines.append(f"and {len(findings) - _OF_A_KIND} {name} more")
     return "\n".join(line for line in lines if line)
 
 
