@@ -63,6 +63,11 @@ class Codes:
             :data:`torchq.formats.SCALE_TYPES`. None for float32.
         int32_biases: Integer kernels add biases as int32, in units of the scale of the input times
             that of the weight.
+        kernels: What integer kernels do in this runtime alone. ``"rows"``: linear layers on more
+            than rows, (N, ..., in), add int32 biases too. ``"clips"``: results are clipped at the
+            ends of a ReLU or ReLU6 behind them, whatever their codes. ``"moves"``: a result may be
+            read at once and behind a view. ``"transposed"``: there are some for transposed
+            convolutions without groups.
     """
 
     unsigned: bool = True
@@ -72,6 +77,20 @@ class Codes:
     fitted: bool = False
     scales: str | None = None
     int32_biases: bool = False
+    kernels: frozenset[str] = frozenset()
+
+
+#: ``product(x, weight, bias, multiply)``: the result of a layer in float, with ``multiply(x,
+#: weight, bias)`` as torch computes it.
+ValuesProduct = Callable[
+    [
+        Tensor,
+        Tensor,
+        Tensor | None,
+        Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    ],
+    Tensor,
+]
 
 
 class Arithmetic(Protocol):
@@ -81,6 +100,18 @@ class Arithmetic(Protocol):
     them does that. ``step`` is the scale of the input times those of the weight, as it broadcasts
     against the sums.
     """
+
+    @property
+    def divides(self) -> bool:
+        """Codes of floats are made by a division by the scale; else by its reciprocal."""
+
+    @property
+    def multiplies_matrices(self) -> bool:
+        """Products of two activations are computed on integers."""
+
+    @property
+    def values_product(self) -> ValuesProduct | None:
+        """How a layer with a float result multiplies values of codes; None: it takes codes."""
 
     def bias_codes(self, bias: Tensor, step: Tensor) -> Tensor:
         """Return what is added to the sums in place of a float bias."""
@@ -103,10 +134,11 @@ class Arithmetic(Protocol):
 
     def averages(
         self, of: QParams, to: QParams, windows: Windows
-    ) -> Callable[[Tensor], Tensor]:
+    ) -> Callable[[Tensor], Tensor] | None:
         """Return the function of codes, which it may write to, that gives the means over windows.
 
-        These are values of codes.
+        These are values of codes, or floats that who reads them rounds. None where the kernel is
+        not known.
         """
 
     def multiplies(
@@ -114,8 +146,8 @@ class Arithmetic(Protocol):
     ) -> Callable[[Tensor], Tensor]:
         """Return the function of products of two codes, in place, that gives codes of values."""
 
-    def sigmoid(self, of: QParams, to: QParams) -> Tensor:
-        """Return the code of the sigmoid of each code, the smallest first."""
+    def sigmoid(self, of: QParams, to: QParams) -> Tensor | None:
+        """Return the code of the sigmoid of each code, the smallest first; None if not known."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from tests.contracts.engine_contract import EngineContract, calibrated_detector,
 from torchq import QuantConfig, QuantDescriptor, Rule, TensorQuantizer
 from torchq.cli import main
 from torchq.errors import ExportError, InputError, MissingExtraError
+from torchq.nn.integer_kernel import kernels_off
 from torchq.runtimes import Engine, ExecuTorch
 from torchq.runtimes.executorch import export_pte, form, lower, to_exported_program
 from torchq.runtimes.executorch.form import is_dq, is_q, kind_of
@@ -104,7 +105,7 @@ def test_a_program_computes_what_the_model_simulates(
 ) -> None:
     model, x, program = net
     before = copy.deepcopy(model.state_dict())
-    with torch.no_grad():
+    with torch.no_grad(), kernels_off(model):
         assert torch.equal(program.module()(x), model(x))
         other = torch.randn_like(x)
         assert torch.equal(program.module()(other), model(other))
@@ -627,6 +628,31 @@ def test_an_encoder_computes_on_integers_what_is_simulated(tmp_path: Path) -> No
         with torchq.disabled(model):
             plain = model(x)
     assert (got - expected).norm() < 0.5 * (expected - plain).norm()
+
+
+class Two(nn.Module):
+    """A layer for each of two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.first(x).relu() + self.second(y).relu()).mean((2, 3))
+
+
+def test_a_model_of_two_inputs_is_deployed() -> None:
+    needs_executorch()
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 2, 3, 8, 8)
+    model = Two().eval()
+    torchq.quantize_(model, target="executorch", example=(x, y))
+    torchq.calibrate(model, [(x, y)], progress=False)
+    deployed = torchq.deploy(model, (x, y))
+    with torch.no_grad():
+        # The mean of the result is float, and added in another order.
+        torch.testing.assert_close(deployed(x, y), model(x, y))
+        torch.testing.assert_close(deployed(x=y, y=x), model(y, x))
 
 
 def test_a_quantized_convolution_outside_of_xnnpack_is_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -43,9 +44,23 @@ class CodeGrid:
         """The largest magnitude of a code less the zero point."""
         return max(-self.low, self.high)
 
-    def codes(self, x: Tensor) -> Tensor:
-        """Return the codes of float32 values less the zero point, in a new float32 tensor."""
+    @cached_property
+    def reciprocal(self) -> Tensor:
+        """One over the scale, rounded to float32."""
+        return self.scale.reciprocal()
+
+    def codes(self, x: Tensor, *, by_reciprocal: bool = False) -> Tensor:
+        """Return the codes of float32 values less the zero point, in a new float32 tensor.
+
+        Kernels that multiply by the reciprocal of the scale give other codes to a few values near a
+        tie, and to no value of a code.
+        """
         codes = torch.empty_like(x)
+        if by_reciprocal:
+            for part, values in tiles(codes, x):
+                torch.mul(values, self.reciprocal, out=part).round_()
+                part.clamp_(self.low, self.high)
+            return codes
         for part, values in tiles(codes, x):
             torch.div(values, self.scale, out=part).round_().clamp_(self.low, self.high)
         return codes

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, TypeGuard, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeGuard, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,7 @@ from torchq.nn.integer_bias import exceeds, kernel_bias, raises_step
 from torchq.nn.kept_numbers import KeptNumbers, are_plain_numbers
 from torchq.nn.tensor_quantizer import TensorQuantizer
 from torchq.nn.weight_grid import scale_weight_
-from torchq.runtime import RUNTIMES, Arithmetic, planned_target
+from torchq.runtime import RUNTIMES, Arithmetic, ValuesProduct, planned_target
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
@@ -62,12 +62,13 @@ class IntegerKernel:
             simulates. A copy of a model has that of the copy.
     """
 
-    __slots__ = ("_numbers", "_result", "runtime")
+    __slots__ = ("_arithmetic", "_numbers", "_result", "runtime")
 
     def __init__(self, runtime: str, result: TensorQuantizer | None = None) -> None:
         self.runtime = runtime
         self._result = None if result is None else weakref.ref(result)
         self._numbers: dict[str, KeptNumbers[Any]] = {}
+        self._arithmetic: Arithmetic | None = None
 
     @property
     def result(self) -> TensorQuantizer | None:
@@ -80,6 +81,12 @@ class IntegerKernel:
         return None if has_factors else quantizer
 
     @property
+    def multiplies_values(self) -> bool:
+        """True if layers with float results multiply values of codes, convolutions too."""
+        arithmetic = self.arithmetic
+        return arithmetic is not None and arithmetic.values_product is not None
+
+    @property
     def _reader(self) -> TensorQuantizer | None:
         """The quantizer of the result, whatever it does with it."""
         return None if self._result is None else self._result()
@@ -87,8 +94,16 @@ class IntegerKernel:
     @property
     def arithmetic(self) -> Arithmetic | None:
         """The formulas of the runtime."""
-        runtime = RUNTIMES.get(self.runtime)
-        return None if runtime is None else runtime.arithmetic
+        if self._arithmetic is None:  # each call reads it
+            runtime = RUNTIMES.get(self.runtime)
+            self._arithmetic = None if runtime is None else runtime.arithmetic
+        return self._arithmetic
+
+    def codes(self, grid: CodeGrid, x: Tensor) -> Tensor:
+        """Return the codes of values less the zero point, as kernels in front of it make them."""
+        arithmetic = self.arithmetic
+        divides = arithmetic is None or arithmetic.divides
+        return grid.codes(x, by_reciprocal=not divides)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> IntegerKernel:
         return type(self)(self.runtime, copy.deepcopy(self._reader, memo))
@@ -196,6 +211,11 @@ class SimulatedProduct(nn.Module):
         bias = kernel_bias(layer, layer.corrected_bias(bias))
         return multiply(x, layer.corrected_weight(weight), bias)
 
+    def by_output(self, weight: Tensor) -> Tensor:
+        """Return a weight of this layer as (out, in, ...), or the other way round."""
+        layer: Any = self
+        return weight.transpose(0, 1) if layer.channel_axis else weight
+
 
 # --- products -----------------------------------------------------------------------------------
 
@@ -216,13 +236,36 @@ class _Product:
         return self.finish(self.sums(codes, multiply))
 
 
+@dataclass(frozen=True, eq=False)
+class _ValuesProduct:
+    """The numbers of a layer with a weight whose kernel multiplies values of codes, in float.
+
+    Attributes:
+        scale: that of the input.
+        weight: its values, (out, in / groups, ...).
+        bias: (out,), or None.
+        product: the formula of the runtime.
+    """
+
+    scale: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    product: ValuesProduct
+
+    def __call__(self, codes: Tensor, multiply: Multiply) -> Tensor:
+        return self.product(codes.mul_(self.scale), self.weight, self.bias, multiply)
+
+
+_AnyProduct: TypeAlias = _Product | _ValuesProduct
+
+
 def integer_product(layer: Any, x: Tensor, multiply: Multiply) -> Tensor | None:
     """Return the result of a layer with a weight as its integer kernel computes it.
 
     Args:
         layer: a quantized convolution or linear layer.
         x: its input.
-        multiply: computes the float layer.
+        multiply: computes the float layer, of a weight as (out, in, ...).
 
     Returns:
         Values of codes, not clamped to the ends of their type; None where the layer simulates.
@@ -239,7 +282,7 @@ def integer_product(layer: Any, x: Tensor, multiply: Multiply) -> Tensor | None:
     product = None if grid is None else _product_of(layer, kernel, grid)
     if grid is None or product is None:
         return None
-    codes = _codes(of_input, grid, x)
+    codes = _codes(kernel, of_input, grid, x)
     weight = _weight_as_called(of_weight, layer.weight)
     if isinstance(codes, Tensor) and weight is None:
         return product(codes, multiply)
@@ -247,7 +290,10 @@ def integer_product(layer: Any, x: Tensor, multiply: Multiply) -> Tensor | None:
     if weight is None:
         weight = _plain_weight(of_weight, layer.weight)
     simulated: Tensor = layer.simulated(
-        _values(codes, grid), weight, layer.bias, multiply
+        _values(codes, grid),
+        weight,
+        layer.bias,
+        lambda x, weight, bias: multiply(x, layer.by_output(weight), bias),
     )
     return simulated
 
@@ -260,12 +306,13 @@ class _OffTheGrid:
 
 
 def _codes(
-    quantizer: TensorQuantizer, grid: CodeGrid, x: Tensor
+    kernel: IntegerKernel, quantizer: TensorQuantizer, grid: CodeGrid, x: Tensor
 ) -> Tensor | _OffTheGrid:
     """Return the codes of an input; hooks of the quantizer see its call, and may change it."""
     if not _is_watched(quantizer):
         factors = quantizer.pre_quant_scale
-        return grid.codes(x if factors is None else x * factors.to(x.dtype))
+        scaled = x if factors is None else x * factors.to(x.dtype)
+        return kernel.codes(grid, scaled)
     values = quantizer(x)
     codes = grid.codes_of_values(values)
     return _OffTheGrid(values) if codes is None else codes
@@ -290,10 +337,13 @@ def _plain_weight(quantizer: TensorQuantizer, weight: Tensor) -> Tensor:
     return quantizer.qparams().dequantize(quantizer.codes(quantizer.scaled(weight)))
 
 
-def _product_of(layer: Any, kernel: IntegerKernel, grid: CodeGrid) -> _Product | None:
+def _product_of(
+    layer: Any, kernel: IntegerKernel, grid: CodeGrid
+) -> _AnyProduct | None:
     """Return the numbers of a layer as its ranges and weights are now; None if it simulates."""
     quantizer = layer.weight_quantizer
-    to = _grid_of_result(layer, kernel, gives_float=layer.gives_float_results)
+    gives_float = layer.gives_float_results or kernel.multiplies_values
+    to = _grid_of_result(layer, kernel, gives_float=gives_float)
     if not _is_on(quantizer) or isinstance(to, _Simulated):
         return None
     if not layer.weight.is_cpu:  # nor can be the others
@@ -306,7 +356,7 @@ def _product_of(layer: Any, kernel: IntegerKernel, grid: CodeGrid) -> _Product |
         layer.output_gain,
         layer.output_shift,
     )
-    product: _Product | None
+    product: _AnyProduct | None
     product = kernel.kept(
         settings, tensors, lambda arithmetic: _made(layer, arithmetic, grid, to)
     )
@@ -346,14 +396,19 @@ def _numbers_of(quantizer: TensorQuantizer) -> tuple[Tensor | None, ...]:
 
 def _made(
     layer: Any, arithmetic: Arithmetic, grid: CodeGrid, to: CodeGrid | None
-) -> _Product | None:
+) -> _AnyProduct | None:
     """Return the numbers of a layer, made of its ranges and weights."""
     if any(layer.after_fold) or not _has_whole_weights(layer.weight_quantizer):
         return None
     quantizer, weight, bias = _with_correction(layer)
     if bool(raises_step(layer, bias).any()):
         return None  # The file rounds the weight to another scale.
-    return _product(arithmetic, (grid, to), quantizer, weight, bias)
+    is_transposed = bool(layer.channel_axis)
+    if is_transposed and (to is None or layer.groups > 1):
+        return None
+    return _product(
+        arithmetic, (grid, to), quantizer, weight, bias, is_transposed=is_transposed
+    )
 
 
 def _product(
@@ -364,7 +419,7 @@ def _product(
     bias: Tensor | None,
     *,
     is_transposed: bool = False,
-) -> _Product | None:
+) -> _AnyProduct | None:
     """Return the numbers of a product with a weight; None where kernels have none of its codes.
 
     Args:
@@ -373,7 +428,7 @@ def _product(
         quantizer: of the weight.
         weight: its values, (out, in, ...).
         bias: (out,), or None.
-        is_transposed: the weight is (in, out).
+        is_transposed: the weight is (in, out, ...).
     """
     grid, to = grids
     is_float = weight.dtype is not torch.float32
@@ -382,10 +437,15 @@ def _product(
     # Products with an input divided by factors are those without any, up to the rounding.
     codes = quantizer.codes(quantizer.scaled(weight))
     if is_transposed:
-        codes = codes.T.contiguous()
+        codes = codes.transpose(0, 1).contiguous()
     step = grid.scale * quantizer.qparams().scale.flatten()
     if len(step) not in (1, len(codes)) or not bool(codes.isfinite().all()):
         return None
+    if to is None and arithmetic.values_product is not None:
+        weight_scale = quantizer.qparams().scale.flatten()
+        shape = (-1, *[1] * (codes.dim() - 1))
+        values = codes * weight_scale.view(shape)
+        return _ValuesProduct(grid.scale, values, bias, arithmetic.values_product)
     step = step.expand(len(codes))
     if to is None:
         return _Product(_Sums(codes, None, grid), arithmetic.float_products(step, bias))
@@ -475,7 +535,7 @@ def _weighted(
     if not weight.is_cpu or not _has_whole_weights(of_weight):
         return None
 
-    def make(arithmetic: Arithmetic) -> _Product | None:
+    def make(arithmetic: Arithmetic) -> _AnyProduct | None:
         grids = (grid, to)
         is_transposed = operands.is_transposed
         made = _product(
@@ -487,10 +547,10 @@ def _weighted(
 
     settings = (grid, to, of_weight.descriptor)
     tensors = (weight, bias, *_numbers_of(of_weight))
-    product: _Product | None = kernel.kept(settings, tensors, make, place)
+    product: _AnyProduct | None = kernel.kept(settings, tensors, make, place)
     if product is None:
         return None
-    codes = _codes(of_input, grid, x)
+    codes = _codes(kernel, of_input, grid, x)
     assert isinstance(codes, Tensor)
     return product(codes, multiply)
 
@@ -742,15 +802,18 @@ def integer_matmul(
     matmul = kernel.of_grids(grids, _matmul, place)
     if matmul is None:
         return None
-    x, y = _codes(of_first, grids[0], first), _codes(of_second, grids[1], second)
+    x = _codes(kernel, of_first, grids[0], first)
+    y = _codes(kernel, of_second, grids[1], second)
     assert isinstance(x, Tensor) and isinstance(y, Tensor)
     return matmul(x, y)
 
 
 def _matmul(
     arithmetic: Arithmetic, first: QParams, second: QParams, to: QParams | None = None
-) -> Callable[[Tensor, Tensor], Tensor]:
+) -> Callable[[Tensor, Tensor], Tensor] | None:
     step = first.scale.reshape(()) * second.scale.reshape(())
+    if not arithmetic.multiplies_matrices:
+        return None
     if to is None:
         finish = arithmetic.float_products(step, None)
     else:
@@ -835,8 +898,9 @@ def _pair_of_codes(
 def _codes_of_pair(
     layer: Any, grids: tuple[CodeGrid, ...], first: Tensor, second: Tensor
 ) -> tuple[Tensor | _OffTheGrid, Tensor | _OffTheGrid]:
-    x = _codes(layer.input_quantizer, grids[0], first)
-    y = _codes(layer.other_quantizer, grids[1], second)
+    kernel: IntegerKernel = layer.integer_kernel
+    x = _codes(kernel, layer.input_quantizer, grids[0], first)
+    y = _codes(kernel, layer.other_quantizer, grids[1], second)
     return x, y
 
 
@@ -871,18 +935,19 @@ def integer_average(
         return None
     kernel, grids = one
     of_windows = kernel.of_grids(grids, _averages)
-    if of_windows is None:
+    average = None if of_windows is None else of_windows(windows)
+    if average is None:
         return None
-    codes = _codes(layer.input_quantizer, grids[0], x)
+    codes = _codes(kernel, layer.input_quantizer, grids[0], x)
     if not isinstance(codes, Tensor):
         return pool(codes.values)
-    means = of_windows(windows)(codes)
+    means = average(codes)
     return means if windows.keeps_dims else means.flatten(1)
 
 
 def _averages(
     arithmetic: Arithmetic, of: QParams, to: QParams
-) -> Callable[[Windows], Callable[[Tensor], Tensor]]:
+) -> Callable[[Windows], Callable[[Tensor], Tensor] | None]:
     return cache(lambda windows: arithmetic.averages(of, to, windows))
 
 
@@ -895,7 +960,7 @@ def integer_sigmoid(layer: Any, x: Any) -> Tensor | None:
     table = kernel.of_grids(grids, lambda arithmetic, *ends: arithmetic.sigmoid(*ends))
     if table is None:
         return None
-    codes = _codes(layer.input_quantizer, grids[0], x)
+    codes = _codes(kernel, layer.input_quantizer, grids[0], x)
     if not isinstance(codes, Tensor):
         return codes.values.sigmoid()
     return _looked_up(codes, table, grids[0]).mul_(grids[1].scale)
@@ -913,7 +978,7 @@ def integer_gated(layer: Any, x: Any) -> Tensor | None:
     formulas = None if grids is None else kernel.of_grids(grids, _gate_formulas)
     if grids is None or formulas is None:
         return None
-    codes = _codes(of_input, grids[0], x)
+    codes = _codes(kernel, of_input, grids[0], x)
     if not isinstance(codes, Tensor):
         return codes.values * of_gate(codes.values.sigmoid())
     table, scaled = formulas
@@ -923,8 +988,9 @@ def integer_gated(layer: Any, x: Any) -> Tensor | None:
 
 def _gate_formulas(
     arithmetic: Arithmetic, of: QParams, gate: QParams, to: QParams
-) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    return arithmetic.sigmoid(of, gate), arithmetic.multiplies(of, gate, to)
+) -> tuple[Tensor, Callable[[Tensor], Tensor]] | None:
+    table = arithmetic.sigmoid(of, gate)
+    return None if table is None else (table, arithmetic.multiplies(of, gate, to))
 
 
 def _looked_up(codes: Tensor, table: Tensor, of: CodeGrid) -> Tensor:

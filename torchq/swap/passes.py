@@ -25,7 +25,7 @@ from torchq.graph import (
     operator_named,
     operator_of,
 )
-from torchq.graph.operators import CONVOLUTIONS, DROPOUTS, LAYERS
+from torchq.graph.operators import CONVOLUTIONS, DROPOUTS, LAYERS, TRANSPOSED
 from torchq.graph.values import adds_zeros
 from torchq.nn import (
     Add,
@@ -578,10 +578,12 @@ class _Kernel:
 def _kernels(view: View, facts: Facts) -> dict[str, list[_Kernel]]:
     """Return the calls that integer kernels compute, by the path of what has their quantizers."""
     kernels: dict[str, list[_Kernel]] = {}
+    layers = (*LAYERS, *TRANSPOSED) if _kernels_do("transposed", facts) else LAYERS
     for call in filter(view.is_quantized, view.flow.calls):
         name = call.name
         kernel: _Kernel | None = None
-        is_layer = isinstance(call.module, LAYERS) and not call.functional
+        is_layer = isinstance(call.module, layers) and not call.functional
+        is_layer &= not _has_groups_transposed(call.module)
         if is_layer or isinstance(call.module, _ON_INTEGERS) or _averages(view, call):
             kernel = _Kernel(call, call)
         elif isinstance(call.module, Tap) and not _is_in_graph(call.name, facts):
@@ -591,6 +593,16 @@ def _kernels(view: View, facts: Facts) -> dict[str, list[_Kernel]]:
         if kernel is not None:
             kernels.setdefault(name, []).append(kernel)
     return kernels
+
+
+def _kernels_do(what: str, facts: Facts) -> bool:
+    """Return True for what the integer kernels of the target do; see :attr:`Codes.kernels`."""
+    return facts.codes is not None and what in facts.codes.kernels
+
+
+def _has_groups_transposed(module: nn.Module | None) -> bool:
+    """Return True for a transposed convolution with groups."""
+    return isinstance(module, TRANSPOSED) and module.groups > 1
 
 
 def _averages(view: View, call: Call) -> bool:
@@ -680,10 +692,14 @@ class _Results:
         for kernel in kernels:
             slots = self._behind(kernel.result, False)
             # A kernel returns codes of one range, so a result that is read in two runs in float.
-            if not slots or kernel.adds_bias_in_float or not self.have_one_range(slots):
+            if not slots or not self.have_one_range(slots) or self._is_float(kernel):
                 return []
             result_slots += slots
         return result_slots
+
+    def _is_float(self, kernel: _Kernel) -> bool:
+        """Return True for a linear layer whose bias the target adds in float, behind the kernel."""
+        return kernel.adds_bias_in_float and not _kernels_do("rows", self._facts)
 
     def _behind(self, call: Call, activated: bool) -> list[str]:
         """Return the slots that read the result of a call, as bytes; nothing if others do too."""
@@ -693,7 +709,8 @@ class _Results:
             self._view.moves_elements(r) and not pads_with_zeros(r) for r in readers
         }
         # Files quantize in front of a move that alone reads a result.
-        if len(moves) > 1 or call.index in self._view.flow.outputs:
+        is_mixed = len(moves) > 1 and not _kernels_do("moves", self._facts)
+        if is_mixed or call.index in self._view.flow.outputs:
             return []
         for reader in readers:
             slots = self._fused(reader, call, activated)
@@ -736,11 +753,13 @@ class _Results:
         return [s for s, i in zip(slots, inputs, strict=True) if i == call.index]
 
     def _has_bytes(self, slot: str, activated: bool) -> bool:
-        """Return True for a slot of 8 bits, which begins at 0 if an activation is in front."""
+        """Return True for a slot of 8 bits that includes an activation in front of it."""
         form = _descriptor(self._plan, self._facts, slot)
         if form is None or form.granularity != PerTensor() or form.num_bits != _BYTE:
             return False
-        return not activated or _cuts(form) or slot in self._without_negatives
+        if not activated or _cuts(form) or slot in self._without_negatives:
+            return True
+        return _kernels_do("clips", self._facts)
 
 
 # --- norms that are folded later ----------------------------------------------------------------

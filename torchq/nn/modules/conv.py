@@ -52,7 +52,7 @@ class QuantConv3d(_QuantConv, nn.Conv3d):
 _CONVOLVE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
-class _QuantConvTranspose(Corrected, OutputScaling, QuantModule):
+class _QuantConvTranspose(SimulatedProduct, Corrected, OutputScaling, QuantModule):
     """Base of the transposed convolutions; their weight is (in, out / groups, ...)."""
 
     channel_axis: ClassVar[int] = 1
@@ -63,11 +63,20 @@ class _QuantConvTranspose(Corrected, OutputScaling, QuantModule):
         sizes = (self.stride, self.padding, self.kernel_size, dims, self.dilation)
         with constant_while_tracing():
             padding = self._output_padding(input, output_size, *sizes)  # type: ignore[operator]
-        x = self.input_quantizer(input)
-        weight = self.weight_quantizer(self.weight)
-        bias = self.corrected_bias(cast(Tensor | None, self.bias))
         options = (self.stride, self.padding, padding, self.groups, self.dilation)
-        return _CONVOLVE[dims](x, weight, bias, *options)  # type: ignore[arg-type]
+
+        def convolve(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return _CONVOLVE[dims](x, weight, bias, *options)  # type: ignore[arg-type]
+
+        result = integer_product(
+            self,
+            input,
+            lambda x, weight, bias: convolve(x, self.by_output(weight), bias),
+        )
+        if result is None:
+            x, weight = self.input_quantizer(input), self.weight_quantizer(self.weight)
+            result = self.simulated(x, weight, cast(Tensor | None, self.bias), convolve)
+        return result
 
 
 @register(nn.ConvTranspose1d)

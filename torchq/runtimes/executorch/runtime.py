@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,9 +16,10 @@ from torchq.errors import ExportError
 from torchq.graph import call_arguments
 from torchq.lowering.check import RESULT_TOLERANCE
 from torchq.onnx.interface import argument_names
-from torchq.runtime import Codes, Placement, PlanPass, Writer
+from torchq.runtime import Arithmetic, Codes, Placement, PlanPass, Writer
 from torchq.runtimes.checks import ACTIVATIONS, AVG_POOLS, MAX_POOLS
 from torchq.runtimes.engine import Engine, Task
+from torchq.runtimes.executorch.arithmetic import XnnpackArithmetic
 from torchq.runtimes.executorch.lower import (
     EXTRA,
     PteReport,
@@ -50,7 +52,9 @@ _PLACEMENT = Placement(
     modules=(MAX_POOLS, AVG_POOLS, *ACTIVATIONS),
 )
 #: Codes without negative values begin at 0: quantizers on both sides of a ReLU have one grid then.
-_CODES = Codes(int32_biases=True)
+_CODES = Codes(
+    int32_biases=True, kernels=frozenset(["rows", "clips", "moves", "transposed"])
+)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -77,6 +81,11 @@ class ExecuTorch(FileEngine):
     versions: str = "1.5.1"
     proved: str = "per layer"
     packages: tuple[str, ...] = ("executorch",)
+
+    @property
+    def arithmetic(self) -> Arithmetic | None:
+        """See :attr:`Runtime.arithmetic`: the kernels of XNNPACK."""
+        return XnnpackArithmetic()
 
     def check(self) -> None:
         """See :meth:`torchq.runtimes.Engine.check`."""
@@ -162,6 +171,10 @@ def _take_tensors_alone(
         )
         return tuple(structure.tensors_of(out))
 
+    # One argument a tensor: a batch of two is not one with a label.
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(name, kind) for name in tensor_by_name]
+    vars(of_tensors)["__signature__"] = inspect.Signature(parameters)
     vars(model)["forward"] = of_tensors
     return tensor_by_name
 

@@ -45,6 +45,10 @@ _IMAGE_DIMS = 2
 class OnnxRuntimeArithmetic:
     """See :class:`torchq.runtime.Arithmetic`."""
 
+    divides = True
+    multiplies_matrices = True
+    values_product = None
+
     def bias_codes(self, bias: Tensor, step: Tensor) -> Tensor:
         """Return the codes of a bias in QLinearConv and QGemm."""
         return torch.round(bias / step)
