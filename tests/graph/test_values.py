@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq.graph.flow import record
+from torchq.graph.values import ValueTracker
 
 
 class _Calls(nn.Module):
@@ -93,3 +94,26 @@ def test_input_that_is_returned_has_no_call() -> None:
     model.forward = lambda x: x * 1  # type: ignore[method-assign, assignment]
     flow = record(model, torch.randn(2))
     assert flow.calls[-1].returned == ()
+
+
+@pytest.mark.parametrize(
+    ("move", "arguments"),
+    [
+        (Tensor.reshape, (4, 2)),
+        (Tensor.flatten, ()),
+        (Tensor.view, (2, 4)),
+        (Tensor.transpose, (0, 1)),
+    ],
+)
+def test_a_view_has_the_root_of_its_tensor_until_they_are_overwritten(
+    move: Callable[..., Tensor], arguments: tuple[int, ...]
+) -> None:
+    tracker = ValueTracker()
+    x = torch.arange(8.0).reshape(2, 4)
+    root = tracker.root_of(x)
+    moved = tracker.run(move, (x, *arguments), {})
+    assert moved.data_ptr() == x.data_ptr()
+    assert tracker.root_of(moved) == root
+    x[0, 1] = -1.0
+    assert tracker.root_of(x) != root
+    assert tracker.root_of(moved) != root

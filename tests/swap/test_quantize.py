@@ -159,6 +159,23 @@ def test_a_conversion_runs_the_model_four_times_at_most(target: str | None) -> N
     assert len(CALLS) == 4
 
 
+@pytest.mark.parametrize("target", [None, "onnxruntime", "openvino", "tensorrt"])
+def test_planning_runs_the_model_twice_as_it_is_and_converted(
+    target: str | None,
+) -> None:
+    x = torch.rand(2, 3, 4, 4)
+    CALLS.clear()
+    torchq.plan(Counted().eval(), target=target, example=x)
+    assert len(CALLS) == 2
+    CALLS.clear()
+    unchecked = {"check": False, "progress": False}
+    torchq.quantize_(Counted().eval(), target=target, example=x, **unchecked)
+    assert len(CALLS) == 2
+    CALLS.clear()
+    torchq.quantize_(Counted().eval(), target=target, progress=False)
+    assert CALLS == []
+
+
 def test_calibration_runs_the_model_once_and_twice_more_on_a_third() -> None:
     model = Counted().eval()
     batches = [torch.rand(2, 3, 4, 4) for _ in range(6)]

@@ -23,7 +23,7 @@ _QUOTIENTS = frozenset(["div", "divide", "itruediv", "true_divide", "truediv"])
 
 
 def adds_zeros(
-    function: str, arguments: Sequence[Any], options: Mapping[str, Any]
+    function: str, arguments: Sequence[object], options: Mapping[str, object]
 ) -> bool:
     """Return True for a call that pads a tensor with zeros; ``arguments`` are those behind it."""
     values = {**dict(zip(("pad", "mode", "value"), arguments, strict=False)), **options}
@@ -35,8 +35,8 @@ def adds_zeros(
 
 
 def returned_operand(
-    function: Callable[..., Any],
-    args: Sequence[Any],
+    function: Callable[..., object],
+    args: Sequence[object],
     kwargs: Mapping[str, Any],
     is_fixed: Callable[[Tensor], bool],
 ) -> Tensor | None:
@@ -153,7 +153,7 @@ class ValueTracker:
         if moves and isinstance(source, Tensor) and isinstance(out, Tensor):
             root = self.root_of(source)
             if not self._is_known(out):
-                self._keep(out, root)
+                self._keep(out, root, self._copy_behind_view(source, out))
         return out
 
     def is_nonnegative(self, tensor: Tensor) -> bool:
@@ -175,9 +175,26 @@ class ValueTracker:
             return False
         return torch.equal(noted[1], tensor)
 
-    def _keep(self, tensor: Tensor, root: int) -> None:
-        self._alive[id(tensor)] = (tensor, tensor.clone())
+    def _keep(self, tensor: Tensor, root: int, copy: Tensor | None = None) -> None:
+        copy = tensor.clone() if copy is None else copy
+        self._alive[id(tensor)] = (tensor, copy)
         self._root[id(tensor)] = root
+
+    def _copy_behind_view(self, source: Tensor, view: Tensor) -> Tensor | None:
+        """Return the copy of a source in the shape of a view of all of it; None for other results.
+
+        Most moves are views of whole tensors, and a second copy of the same numbers would take as
+        long as the layers that are recorded.
+        """
+        is_whole = (
+            None not in (address_of(view), address_of(source))
+            and view.data_ptr() == source.data_ptr()
+            and view.numel() == source.numel()
+            and view.dtype == source.dtype
+            and view.is_contiguous()
+            and source.is_contiguous()
+        )
+        return self._alive[id(source)][1].view(view.shape) if is_whole else None
 
     def forget(self) -> None:
         """Let the tensors go."""

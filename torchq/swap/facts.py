@@ -23,6 +23,7 @@ from torchq.graph import (
 from torchq.graph.operators import CONVOLUTIONS
 from torchq.graph.values import ValueTracker
 from torchq.nn import QuantModule, TensorQuantizer
+from torchq.nn.calls.modules import RoutedModule
 from torchq.nn.modules.operators import QuantCat
 from torchq.runtime import Codes, Runtime
 from torchq.swap.apply import (
@@ -49,7 +50,8 @@ class Value:
     Attributes:
         slot: the path of the quantizer.
         root: equal for tensors with the same values, also where elements only moved, max pooling
-            chose some, or zeros were added around an image.
+            chose some, or zeros were added around an image; -1 of a weight, which nothing is
+            compared with.
         key: the address and size; equal for views of all elements.
         position: in the list of tensors that a concatenation reads; 0 elsewhere.
         amax: of a tensor that is concatenated, its largest magnitude.
@@ -125,12 +127,12 @@ class Facts:
         computes_floats = runtime.plans and runtime.computes_floats
         return cls(modules, mains, kinds, runtime.codes, computes_floats)
 
-    def converted(self, model: nn.Module, plan: Plan, example: Any = None) -> Facts:
+    def converted(self, model: nn.Module, plan: Plan, example: object = None) -> Facts:
         """Let ``model`` be quantized as ``plan`` says for a while, and run it once in float."""
         with tried(model, plan):
             return self.observed(model, example)
 
-    def observed(self, model: nn.Module, example: Any = None) -> Facts:
+    def observed(self, model: nn.Module, example: object = None) -> Facts:
         """Return what a quantized model shows as it is now; with an example, in one float run."""
         facts = replace(self, **_made(model))
         if example is None:
@@ -155,7 +157,6 @@ def _made(model: nn.Module) -> dict[str, Any]:
     quantizers = dict(quantizer_slots(model))
     inputs: dict[str, tuple[str | None, ...]] = {}
     optional: dict[str, str] = {}
-    of_weights: set[int] = set()
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, TensorQuantizer):
             inputs[path] = (public_path(path),)
@@ -165,10 +166,10 @@ def _made(model: nn.Module) -> dict[str, Any]:
                 for slot in module.input_slots
             }
             inputs[path] = tuple(p if p in quantizers else None for p in slots.values())
-            of_weights |= {id(q) for q, _ in module.quantized_weights()}
             optional |= {
                 slots[slot]: kind for slot, kind in module.optional_slots.items()
             }
+    of_weights = _ids_of_weights(model)
     return {
         "inputs": inputs,
         "descriptors": {
@@ -182,6 +183,16 @@ def _made(model: nn.Module) -> dict[str, Any]:
         },
         "weights": frozenset(p for p, q in quantizers.items() if id(q) in of_weights),
         "shared": shared_paths(model),
+    }
+
+
+def _ids_of_weights(model: nn.Module) -> set[int]:
+    """Return the ids of the quantizers of weights."""
+    return {
+        id(quantizer)
+        for module in model.modules()
+        if isinstance(module, QuantModule)
+        for quantizer, _ in module.quantized_weights()
     }
 
 
@@ -202,19 +213,19 @@ class _Seen:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._weights = _ids_of_weights(model)
         self._tracker = ValueTracker()
         self.values: list[Value] = []
         self._results: dict[str, list[int]] = {}
         self._of_norms: dict[str, list[int]] = {}
         self.reached: set[str] = set()
 
-    def run(self, example: Any) -> dict[str, Any]:
+    def run(self, example: object) -> dict[str, Any]:
         """Run the model once in float, and return the facts that this shows."""
         watched = dict(self._watched())
         with ExitStack() as stack:
-            for module in self._model.modules():
-                if isinstance(module, TensorQuantizer):
-                    stack.enter_context(module.register_forward_hook(_as_new_tensor))
+            for quantizer in self._handing_on():
+                stack.enter_context(quantizer.register_forward_hook(_as_new_tensor))
             stack.enter_context(computing_in_float(self._model))
             flow = record(
                 self._model, example, is_leaf, watch=watched, tracker=self._tracker
@@ -222,6 +233,32 @@ class _Seen:
         self._tracker.forget()
         names = ("values", "reached")
         return {"flow": flow, **{name: getattr(self, name) for name in names}}
+
+    def _handing_on(self) -> Iterator[TensorQuantizer]:
+        """Yield the quantizers whose results others than the layer that holds them can read.
+
+        A layer reads its weight alone, so nothing tells a weight from its quantized copy, and no
+        copy of it has to be kept. Not so where the forward of a parent calls a function with the
+        weight of a layer, and with its quantizers.
+        """
+        lent = {
+            id(holder)
+            for module in self._model.modules()
+            if isinstance(module, RoutedModule)
+            for _, holder in module.holders()
+        }
+        inside_layers = {
+            id(quantizer)
+            for module in self._model.modules()
+            if isinstance(module, QuantModule) and is_leaf(module)
+            for quantizer in module.children()
+            if id(module) not in lent
+        }
+        for module in self._model.modules():
+            if isinstance(module, TensorQuantizer):
+                is_inside = id(module) in inside_layers
+                if not (is_inside and id(module) in self._weights):
+                    yield module
 
     def _watched(self) -> Iterator[tuple[nn.Module, Callable[..., None]]]:
         cats = [
@@ -233,7 +270,8 @@ class _Seen:
         for path, module in self._model.named_modules():
             if isinstance(module, TensorQuantizer):
                 if id(module) not in of_cats:
-                    yield module, partial(self._read, public_path(path))
+                    is_weight = id(module) in self._weights
+                    yield module, partial(self._read, public_path(path), is_weight)
             elif isinstance(module, QuantModule) and not module.is_container:
                 yield module, partial(self._called, path, module)
             elif is_norm(module):
@@ -248,7 +286,7 @@ class _Seen:
         return {path: roots for path, roots in found.items() if roots}
 
     def _called(
-        self, path: str, module: nn.Module, args: Any, kwargs: Any, result: Any
+        self, path: str, module: nn.Module, args: Any, kwargs: object, result: object
     ) -> None:
         """Note a call of a quantized module, before it with ``result`` None, and after it."""
         if result is None:
@@ -262,12 +300,14 @@ class _Seen:
         elif is_norm(module):
             self._normalised(path, args, kwargs, result)
 
-    def _normalised(self, path: str, args: Any, kwargs: Any, result: Any) -> None:
+    def _normalised(
+        self, path: str, args: object, kwargs: object, result: object
+    ) -> None:
         """Note the result of a BatchNorm, which may be folded into the layer in front of it."""
         if isinstance(result, Tensor):
             self._of_norms.setdefault(path, []).append(self._tracker.root_of(result))
 
-    def _concatenated(self, slot: str, module: QuantCat, tensors: Any) -> None:
+    def _concatenated(self, slot: str, module: QuantCat, tensors: object) -> None:
         is_quantized = isinstance(module.input_quantizer, TensorQuantizer)
         if not isinstance(tensors, Sequence) or not is_quantized:
             return
@@ -282,16 +322,17 @@ class _Seen:
                     Value(slot, root, key, position, size, is_signed, proved)
                 )
 
-    def _read(self, slot: str, args: Any, kwargs: Any, result: Any) -> None:
+    def _read(
+        self, slot: str, is_weight: bool, args: Any, kwargs: object, result: object
+    ) -> None:
         if result is None and args:
             x = args[0]
+            root = -1 if is_weight else self._tracker.root_of(x)
             proved = self._tracker.is_nonnegative(x)
-            self.values.append(
-                Value(slot, self._tracker.root_of(x), _key(x), is_nonnegative=proved)
-            )
+            self.values.append(Value(slot, root, _key(x), is_nonnegative=proved))
 
 
-def _as_new_tensor(quantizer: nn.Module, args: Any, result: Tensor) -> Tensor:
+def _as_new_tensor(quantizer: nn.Module, args: object, result: Tensor) -> Tensor:
     """Return the result of a quantizer that is off as a tensor of its own, as if it were on."""
     return result.view(result.shape)
 

@@ -92,7 +92,7 @@ def find_operators(
     modules = [
         (names, m) for names, m in modules_with_names(model) if _is_of_the_user(m)
     ]
-    for _, module in modules:
+    for module in _with_own_code(modules):
         try:
             candidates[id(module)], read_again[id(module)], number = _traced(
                 module, kinds
@@ -180,6 +180,25 @@ def _is_of_the_user(module: nn.Module) -> bool:
     return not type(module).__module__.startswith(("torch.nn.", "torchq.nn."))
 
 
+def _with_own_code(
+    modules: list[tuple[tuple[str, ...], nn.Module]],
+) -> Iterator[nn.Module]:
+    """Yield the modules without Sequentials whose forward is that of torch.
+
+    Half of the modules of torchvision's networks are such, and a trace of one shows no operator.
+    """
+    for _, module in modules:
+        if not (isinstance(module, nn.Sequential) and _iterates_as_torch(module)):
+            yield module
+
+
+def _iterates_as_torch(module: nn.Sequential) -> bool:
+    cls = type(module)
+    has_forward_of_torch = cls.forward is nn.Sequential.forward
+    has_forward_of_torch &= "forward" not in vars(module)
+    return has_forward_of_torch and cls.__iter__ is nn.Sequential.__iter__
+
+
 def _named(
     module: nn.Module, names: tuple[str, ...], candidates: _Candidates
 ) -> Iterator[OperatorSite]:
@@ -233,6 +252,8 @@ def _with_other_readers(
         if visit.is_in_place and node in order and visit.operands:
             # torch.fx writes ``x += y`` as ``x + y``, so the node itself does not tell.
             pairs.append((node, visit.name))
+    if not pairs:
+        return set()
     memory = memory_of_nodes(graph, module, {node for node, _ in pairs})
     return {name for node, name in pairs if _has_other_readers(node, order, memory)}
 

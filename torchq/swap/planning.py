@@ -1,4 +1,17 @@
-"""Planning and quantizing: rules, then what a target adds, then what one run in float shows."""
+"""Planning and quantizing: rules, then what a target adds, then what one run in float shows.
+
+With an example, planning runs the model twice, and no more often:
+
+1. As it is, in :func:`torchq.nn.calls.find.find_calls`: which calls have weights, where in the code
+   operators stand, what is overwritten. This decides what is converted.
+2. Converted for a while, every quantizer off, in :meth:`torchq.swap.facts.Facts.converted`: which
+   quantizer reads which tensor, and what reads the results.
+
+The second run cannot be read from the first. Which tensors a quantizer reads is the code of its
+layer, which anyone can register, and forwards with calls of weights run rewritten. An operator that
+worked in place gives a new tensor, and one activation that stands in several places is several. And
+a forward that looks at the classes of its layers is refused because of what this run does.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -67,7 +80,7 @@ def quantize_(
     include: Sequence[Pattern] | Pattern | None = None,
     exclude: Sequence[Pattern] | Pattern | None = None,
     target: str | Runtime | None = None,
-    example: Any = None,
+    example: object = None,
     keep: str | Keep | None = None,
     check: bool = True,
     progress: bool = True,
@@ -142,7 +155,7 @@ def plan(
     include: Sequence[Pattern] | Pattern | None = None,
     exclude: Sequence[Pattern] | Pattern | None = None,
     target: str | Runtime | None = None,
-    example: Any = None,
+    example: object = None,
     keep: str | Keep | None = None,
 ) -> Plan:
     """Decide what :func:`quantize_` would do; nothing is changed.
@@ -192,7 +205,7 @@ def _kept(
     include: Sequence[Pattern] | Pattern | None,
     exclude: Sequence[Pattern] | Pattern | None,
     target: str | Runtime | None,
-    example: Any,
+    example: object,
     keep: str | Keep | None,
 ) -> Plan:
     """Return the plan without what a rule leaves in float."""
@@ -212,7 +225,7 @@ def _planned(
     include: Sequence[Pattern] | Pattern | None,
     exclude: Sequence[Pattern] | Pattern | None,
     target: str | Runtime | None,
-    example: Any,
+    example: object,
 ) -> Plan:
     """Return what :func:`plan` does, without a warning where little is quantized."""
     runtime = runtime_of(target)
@@ -249,7 +262,7 @@ def _planned(
 
 
 def _decided(
-    model: nn.Module, rules: Rules, runtime: Runtime | None, example: Any
+    model: nn.Module, rules: Rules, runtime: Runtime | None, example: object
 ) -> tuple[Rules, tuple[Draft, ...], _Operators, Mapping[str, float] | None]:
     """Return the rules, with those of a target, what they decide, and the products of a run."""
     recorded = products = None
@@ -276,7 +289,7 @@ def _decided(
     )
 
 
-def _seen(model: nn.Module, example: Any) -> Seen:
+def _seen(model: nn.Module, example: object) -> Seen:
     """Return what a run shows; an error that comes of watching it is one by name."""
     try:
         return find_calls(model, example)
