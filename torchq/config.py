@@ -103,7 +103,7 @@ class Rule:
         }
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Rule:
+    def from_dict(cls, data: Mapping[str, object]) -> Rule:
         """Return the rule that :meth:`to_dict` was called on.
 
         A class as pattern becomes its ``"type:..."`` pattern, which selects exactly that class.

@@ -104,7 +104,7 @@ class QuantDescriptor:
     rounding: str = "half_even"
 
     def __post_init__(self) -> None:
-        normalized: dict[str, Any] = {
+        normalized: dict[str, object] = {
             "num_bits": normalize_bits(self.num_bits),
             "axis": normalize_axes(self.axis),
             "calib_options": normalize_options(self.calib_options),
@@ -168,7 +168,7 @@ class QuantDescriptor:
         return out
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> QuantDescriptor:
+    def from_dict(cls, data: Mapping[str, object]) -> QuantDescriptor:
         """Return the descriptor that :meth:`to_dict` was called on.
 
         Raises:
@@ -224,7 +224,7 @@ FLOAT32_MAX = 3.4028234663852886e38
 _MAX_DIMS = 8
 
 
-def _is_sequence(value: Any) -> bool:
+def _is_sequence(value: object) -> bool:
     """Return True for a list, tuple or the like, False for a string."""
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
@@ -311,7 +311,7 @@ def largest(value: Range) -> float:
 
 
 def finite_float(
-    field: str, value: Any, *, minimum: float = 0.0, maximum: float = FLOAT32_MAX
+    field: str, value: object, *, minimum: float = 0.0, maximum: float = FLOAT32_MAX
 ) -> float:
     """Return ``value`` as a float that float32 can hold."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -346,7 +346,7 @@ def normalize_options(value: Any) -> tuple[tuple[str, Any], ...]:
     return tuple(sorted((str(name), option) for name, option in pairs))
 
 
-def tuples_to_lists(value: Any) -> Any:
+def tuples_to_lists(value: object) -> Any:
     """Return ``value`` with lists in place of tuples."""
     return (
         [tuples_to_lists(item) for item in value] if isinstance(value, tuple) else value
@@ -373,7 +373,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def check_types(d: Any) -> None:
+def check_types(d: object) -> None:
     """Raise an error for a field of the wrong type."""
     for field, types in _TYPES.items():
         value = getattr(d, field)

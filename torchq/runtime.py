@@ -237,7 +237,7 @@ class Runtime:
     proved: str = "numbers alone"
     packages: tuple[str, ...] = ()
     timer: str = ""
-    session: Callable[..., Any] | None = None
+    session: Callable[..., object] | None = None
 
     @property
     def plans(self) -> bool:
@@ -284,7 +284,7 @@ class Runtime:
         """
         raise NotImplementedError
 
-    def bound(self, quantize: Any) -> LayerBound:
+    def bound(self, quantize: object) -> LayerBound:
         """Return how far the emulator's codes of a QuantizeLinear may be off."""
         return LayerBound()
 
@@ -324,7 +324,7 @@ def reference_runtime() -> Runtime:
 
 
 def open_session(
-    path: str | os.PathLike[str], *, optimize: bool, **options: Any
+    path: str | os.PathLike[str], *, optimize: bool, **options: object
 ) -> Any:
     """Return a file in the reference, with ``inputs``, ``outputs``, ``feeds`` and ``run``.
 

@@ -133,7 +133,7 @@ class Observation:
         quantizer: TensorQuantizer,
         layer: nn.Module | None,
         args: Any,
-        kwargs: Any,
+        kwargs: object,
         _: None,
     ) -> None:
         """Note a call of a quantizer by the float model; ``layer`` reads it with a weight."""
@@ -168,7 +168,7 @@ def observe(
     model: nn.Module,
     known: dict[str, TensorQuantizer],
     batches: Iterable[object],
-    run: Callable[[Any], Any],
+    run: Callable[[Any], object],
 ) -> Observation | None:
     """Run ``model`` in float on batches and return what was seen; None without any batch.
 
@@ -196,7 +196,7 @@ _ADDITIONS = frozenset(["add", "add_", "__add__", "__iadd__", "__radd__"])
 _NORM = nn.modules.batchnorm._BatchNorm
 
 
-def _follow(model: nn.Module, found: Observation, run: Callable[[Any], Any]) -> None:
+def _follow(model: nn.Module, found: Observation, run: Callable[[Any], object]) -> None:
     """Run the first batch and note additions and BatchNorms."""
     flow = record(model, found.example, _is_leaf, forward=lambda _, batch: run(batch))
     for call in flow.calls:

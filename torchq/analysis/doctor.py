@@ -152,7 +152,7 @@ class DoctorReport:
 @uncompiled()
 def doctor(
     model: nn.Module,
-    batches: Iterable[Any] | None = None,
+    batches: Iterable[object] | None = None,
     *,
     metric: object = None,
     forward: Forward | None = None,
@@ -280,9 +280,9 @@ def examine(
 
 def healings(
     model: nn.Module,
-    batches: Sequence[Any],
+    batches: Sequence[object],
     rulings: Sequence[Ruling],
-    run: Callable[[Any], Any],
+    run: Callable[[Any], object],
 ) -> dict[str, Healing]:
     """Measure what 16 bits, and float, for inputs that one channel rules do to the outputs.
 

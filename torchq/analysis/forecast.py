@@ -248,7 +248,7 @@ def _figures(file: TimedFile) -> tuple[str, str, str]:
 
 def forecast(
     model: nn.Module,
-    example: Any,
+    example: object,
     targets: str | Runtime | Iterable[str | Runtime] | None = None,
     *,
     threads: int | None = None,

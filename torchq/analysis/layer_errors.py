@@ -383,7 +383,7 @@ class _Record:
             for path, q in layer.quantizers.items()
         }
 
-    def after_float(self, args: Sequence[Any], kwargs: Any, output: Any) -> None:
+    def after_float(self, args: Sequence[Any], kwargs: Any, output: object) -> None:
         """Call the layer by itself as well, on the same arguments."""
         # Code behind the layer may change its output in place.
         expected = [tensor.clone() for tensor in _compared(output)]
@@ -415,7 +415,7 @@ class _Record:
         """Yield what feeds the statistics of the quantizers; those of weights only once."""
 
         def add(
-            statistics: QuantizerStatistics, args: Any, kwargs: Any, output: Tensor
+            statistics: QuantizerStatistics, args: Any, kwargs: object, output: Tensor
         ) -> None:
             statistics.add(args[0].detach(), output.detach())
 
@@ -466,7 +466,7 @@ class _Measurement:
         ]
         self.model = model
 
-    def run(self, call: Callable[[], Any]) -> None:
+    def run(self, call: Callable[[], object]) -> None:
         """Run one batch: float, with each layer alone beside it, and then quantized."""
         start = utils.RandomState.now()
         watched = [(r.layer.module, r.after_float) for r in self.records]
@@ -488,7 +488,10 @@ class _Measurement:
         self.batches += 1
 
     def _look_beside_layers(
-        self, call: Callable[[], Any], quantized: list[Tensor], expected: list[Tensor]
+        self,
+        call: Callable[[], object],
+        quantized: list[Tensor],
+        expected: list[Tensor],
     ) -> None:
         """Run the first batch with the operators beside layers in float."""
         with (
@@ -547,7 +550,7 @@ def _leading(tensor: Tensor) -> int:
 
 def _part_of_call(
     layer: QuantizedLayer, args: Sequence[object], output: object
-) -> Sequence[Any]:
+) -> Sequence[object]:
     """Return the first images where a layer treats each by itself, else all arguments."""
     if not args or not isinstance(args[0], Tensor) or not isinstance(output, Tensor):
         return args

@@ -271,11 +271,11 @@ class LayerFacts:
 
     weights: int
     multiplications: float = 0.0
-    reads: set[tuple[Any, ...]] = field(default_factory=set)
+    reads: set[tuple[object, ...]] = field(default_factory=set)
 
 
 def gather_facts(
-    model: nn.Module, names: list[str], run: Callable[[], Any], size: int
+    model: nn.Module, names: list[str], run: Callable[[], object], size: int
 ) -> dict[str, LayerFacts]:
     """Return the facts of layers of a float model; ``run`` runs it on ``size`` inputs."""
     layers = {name: model.get_submodule(name) for name in names}
@@ -283,7 +283,7 @@ def gather_facts(
     alive: list[Tensor] = []  # An address is unique only as long as its tensor lives.
     started: list[int] = []
 
-    def enter(name: str, args: Any, kwargs: Any, _: None) -> None:
+    def enter(name: str, args: Any, kwargs: object, _: None) -> None:
         started.append(total())
         if args and isinstance(args[0], Tensor) and args[0].numel():
             x = args[0]
@@ -397,7 +397,7 @@ def _damages(
     )
 
 
-def _run_alone(module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _run_alone(module: nn.Module, args: Any, kwargs: Any) -> object:
     return module.forward(*args, **kwargs)
 
 
@@ -574,7 +574,7 @@ class _Search:
         """Return the layers that have one format together, by the number of the first of them."""
         group_of = {name: number for number, name in enumerate(self.facts)}
         # With forward= nothing is shared yet, but the layers read one tensor all the same.
-        readers: dict[Any, list[str]] = {}
+        readers: dict[object, list[str]] = {}
         for name, facts in self.facts.items():
             for tensor in facts.reads:
                 readers.setdefault(tensor, []).append(name)

@@ -123,7 +123,7 @@ def _has_classes(tensor: Tensor) -> bool:
     return tensor.dim() >= 2 and tensor.shape[class_axis(tensor)] > 1
 
 
-def _fields(output: object) -> Iterator[tuple[str, Any]]:
+def _fields(output: object) -> Iterator[tuple[str, object]]:
     if isinstance(output, Mapping):
         yield from ((str(name), value) for name, value in output.items())
     elif dataclasses.is_dataclass(output) and not isinstance(output, type):

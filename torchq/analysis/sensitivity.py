@@ -178,7 +178,7 @@ class SensitivityReport:
 @uncompiled()
 def sensitivity(
     model: nn.Module,
-    batches: Iterable[Any],
+    batches: Iterable[object],
     metric: str | Evaluate | Detections = "sqnr",
     *,
     scope: str = "layer",
@@ -265,7 +265,7 @@ class Disturbance:
 
 
 def fisher_costs(
-    call: Callable[[Any], Any],
+    call: Callable[[Any], object],
     batches: Iterable[object],
     disturbances: Collection[Disturbance],
 ) -> dict[Any, float]:
@@ -358,7 +358,9 @@ class _Taps:
         """Return what taps every module."""
         return [(module, partial(self._after, module)) for module in self._by_module]
 
-    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def _after(
+        self, module: nn.Module, args: Any, kwargs: Any, output: object
+    ) -> object:
         outputs = floats_in(output)
         points = [torch.zeros_like(t, requires_grad=True) for t in outputs]
         float_outputs = [t.detach() for t in outputs]
@@ -373,10 +375,10 @@ class _Taps:
     @torch.no_grad()
     def squares(
         self, gradients: Sequence[Sequence[Tensor | None]], size: int
-    ) -> dict[Any, float]:
+    ) -> dict[object, float]:
         """Return for each key the sum of squared products with the gradients, over samples."""
         # One disturbance after the other, so that they need not lie in memory together.
-        products: dict[Any, list[Tensor]] = {}
+        products: dict[object, list[Tensor]] = {}
         for tap in self._taps:
             for disturbance in self._by_module[tap.module]:
                 moved = floats_in(disturbance.run(tap.args, tap.kwargs))
@@ -436,7 +438,7 @@ class _Run:
         cases = self._cases()
         reached = set[str]()
         sums: Sums = {}
-        expected: Any = None
+        expected: object = None
         count = item_count(batches, most)
         shown = progress_bar(
             ((batch, name) for batch in islice(batches, most) for name in cases),
@@ -541,8 +543,8 @@ def _run_with(
     module: nn.Module,
     chosen: list[TensorQuantizer],
     args: tuple[object, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+    kwargs: dict[str, object],
+) -> object:
     """Call a module by itself with some quantizers on."""
     with quantizing_only(chosen, chosen):
         return module.forward(*args, **kwargs)

@@ -203,7 +203,7 @@ class Calibrator:
         for observer in self.observers:
             observer.reset()
 
-    def range(self, method: str | None = None, **options: Any) -> Range:
+    def range(self, method: str | None = None, **options: object) -> Range:
         """Return the range for everything collected so far; waits for the device.
 
         Collecting may go on afterwards.
@@ -251,7 +251,7 @@ class Calibrator:
                 "Check the input and the layers before, and start again"
             )
 
-    def _compute(self, method: str, options: dict[str, Any]) -> Range:
+    def _compute(self, method: str, options: dict[str, object]) -> Range:
         """Return the range; the data was checked."""
         if not isinstance(self.observers[0], HistogramObserver):
             if method != self.method or options:
@@ -273,7 +273,7 @@ class Calibrator:
         return estimated.map(lambda end: end.to(device))
 
     def _estimate(
-        self, method: str, sides: list[Histogram], options: dict[str, Any]
+        self, method: str, sides: list[Histogram], options: dict[str, object]
     ) -> Range:
         """Return the range of histograms: of the magnitudes, or of both sides of zero."""
         if not self.symmetric and method in _TOGETHER:
@@ -289,7 +289,7 @@ class Calibrator:
         return Range(upper, -lower)
 
 
-def check_options(method: str, options: dict[str, Any], format: Format) -> None:
+def check_options(method: str, options: dict[str, object], format: Format) -> None:
     """Check the options of an estimator by running it on one number, before there are others."""
     defaults = ESTIMATORS[method].__kwdefaults__ or {}
     unknown = sorted(options.keys() - defaults.keys())

@@ -210,7 +210,7 @@ def _compare(
     metric: object,
     args: argparse.Namespace,
     say: Callable[[object], None],
-) -> dict[str, Any] | None:
+) -> dict[str, object] | None:
     """Say how far the quantized model is from the float one, and return the figures."""
     if not args.compare or named_ranges(args):
         return None
@@ -316,7 +316,7 @@ def _report(
     return path
 
 
-def _show(args: argparse.Namespace, text: object, data: Callable[[], Any]) -> None:
+def _show(args: argparse.Namespace, text: object, data: Callable[[], object]) -> None:
     print(json.dumps(data(), indent=2) if args.json else text)
 
 

@@ -351,7 +351,7 @@ def _image_batches(
         yield torch.stack([transform(_read_image(path)) for path in chosen])
 
 
-def _covering(image: Any, height: int, width: int) -> Any:
+def _covering(image: Any, height: int, width: int) -> object:
     """Return an image resized so that it just covers a rectangle, with its sides in proportion."""
     from torchvision.transforms.functional import resize  # noqa: PLC0415
 
@@ -375,7 +375,7 @@ def evenly_ordered(folder: Path, seed: int) -> list[Path]:
     ]
 
 
-def _read_image(path: Path) -> Any:
+def _read_image(path: Path) -> object:
     from PIL import Image  # noqa: PLC0415
 
     try:

@@ -108,7 +108,9 @@ def image_size(text: str) -> tuple[int, int]:
     return int(height), int(width or height)
 
 
-def _row(flag: str, help: str, metavar: str | None = None, **settings: Any) -> Any:
+def _row(
+    flag: str, help: str, metavar: str | None = None, **settings: object
+) -> object:
     """Return an argument; its help ends with the default if that is one number or word."""
     if (
         isinstance(settings.get("default"), (int, str, Path))
@@ -120,15 +122,15 @@ def _row(flag: str, help: str, metavar: str | None = None, **settings: Any) -> A
     return flag, {"help": help, **settings}
 
 
-def _flag(flag: str, help: str, action: str = "store_true", **settings: Any) -> Any:
+def _flag(flag: str, help: str, action: str = "store_true", **settings: Any) -> object:
     return _row(flag, help, action=action, **settings)
 
 
-def _many(flag: str, help: str, metavar: str, **settings: Any) -> Any:
+def _many(flag: str, help: str, metavar: str, **settings: object) -> object:
     return _row(flag, help, metavar, action="append", **settings)
 
 
-def _count(flag: str, help: str, least: int, default: int, **settings: Any) -> Any:
+def _count(flag: str, help: str, least: int, default: int, **settings: Any) -> object:
     return _row(flag, help, type=whole(least), default=default, **settings)
 
 

@@ -54,8 +54,8 @@ class Prepared:
     model: nn.Module  # quantized and calibrated
     example: Any  # the arguments of one call, with one row or as many as the file fixes
     fixed_batch: bool  # the file of the model fixes how many images it takes
-    calibration: list[Any]  # the batches that ranges come from
-    held_out: list[Any]  # batches after these, or the same where there are no more
+    calibration: list[object]  # the batches that ranges come from
+    held_out: list[object]  # batches after these, or the same where there are no more
 
     @property
     def is_held_out(self) -> bool:
@@ -114,7 +114,7 @@ def read_metric(args: argparse.Namespace) -> Any:
         return None
 
     @functools.wraps(metric)
-    def measured(*given: Any) -> float:
+    def measured(*given: object) -> float:
         with explained(name):
             return float(metric(*given))
 
@@ -193,11 +193,11 @@ def _source(args: argparse.Namespace) -> str:
     return f"--{option} {path}"
 
 
-def _pieces(batches: list[Any], size: int | None) -> list[Any]:
+def _pieces(batches: list[Any], size: int | None) -> list[object]:
     """Return batches of exactly ``size`` images, of images alone or with labels."""
     if size is None:
         return batches
-    whole_batches: list[Any] = []
+    whole_batches: list[object] = []
     for batch in batches:
         if isinstance(batch, Tensor):
             whole_batches += [
@@ -239,7 +239,7 @@ def _image_size(model: nn.Module, args: argparse.Namespace) -> tuple[int, int]:
     return height, width
 
 
-def example_of(model: nn.Module, batch: Any, rows: int | None = None) -> Any:
+def example_of(model: nn.Module, batch: object, rows: int | None = None) -> Any:
     """Return the arguments of one call that a batch holds, without its labels.
 
     Args:
@@ -334,7 +334,7 @@ def in_short(plan: Plan) -> str:
 
 
 @contextmanager
-def _wrong_size(batch: Any, args: argparse.Namespace) -> Iterator[None]:
+def _wrong_size(batch: object, args: argparse.Namespace) -> Iterator[None]:
     """Explain why the model fails on the first batch, before all other work."""
     try:
         yield

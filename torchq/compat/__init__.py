@@ -17,7 +17,6 @@ import sys
 from collections.abc import Iterable
 from importlib.metadata import Distribution, DistributionFinder, MetadataPathFinder
 from pathlib import Path
-from typing import Any
 
 from torchq.compat import absl_logging, pytorch_quantization
 from torchq.errors import QuantizationError
@@ -36,7 +35,7 @@ class _OldDistribution(importlib.abc.MetaPathFinder):
     It finds no module: those are in :data:`sys.modules`.
     """
 
-    def find_spec(self, *_: Any) -> None:
+    def find_spec(self, *_: object) -> None:
         """Return nothing."""
 
     def find_distributions(

@@ -3,7 +3,6 @@
 import logging
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
 
 _LEVELS = {
     "FATAL": (-3, logging.CRITICAL),
@@ -28,7 +27,7 @@ def stand_in() -> dict[str, ModuleType]:
         )
         log.setLevel(next(levels, logging.INFO))
 
-    def log_first_n(level: int, text: str, n: int, *args: Any) -> None:
+    def log_first_n(level: int, text: str, n: int, *args: object) -> None:
         if level <= 0:
             log.log(
                 next(std for number, std in _LEVELS.values() if number == level),

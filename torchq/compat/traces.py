@@ -16,7 +16,7 @@ def is_traced() -> bool:
     return torch.jit.is_tracing() and not torch.onnx.is_in_onnx_export()
 
 
-def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+def applied(function: type[torch.autograd.Function], *arguments: object) -> Any:
     """Return ``function.apply(*arguments)``; its plain operators in a trace of ``torch.jit``.
 
     A trace would hold a call of Python, whose names differ at each run: the check of

@@ -80,11 +80,11 @@ class StraightThroughFunction(torch.autograd.Function):
         return rounded.view_as(rounded)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def setup_context(ctx: object, inputs: tuple[object, ...], output: object) -> None:
         """Keep nothing."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, None]:
         """Return the gradient as it is."""
         return grads[0], None
 

@@ -137,7 +137,7 @@ class _LegacyMark(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def symbolic(g: Any, x: Any, name: str, axis: int) -> Any:
+    def symbolic(g: Any, x: Any, name: str, axis: int) -> object:
         result = g.op("::".join(MARK), x, name_s=name, axis_i=axis)
         result.setType(x.type())
         return result
@@ -310,7 +310,7 @@ class _LegacyQuantizeDequantize(torch.autograd.Function):
     @staticmethod
     def symbolic(
         g: Any, x: Any, grid: Any, kind: OnnxType, axis: int | None, block: int
-    ) -> Any:
+    ) -> object:
         if block:
             what = "blocks"
             needed = max(kind.opset, 21)

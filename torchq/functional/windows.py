@@ -101,8 +101,8 @@ def windows_of_module(
 
 def windows_of_call(
     name: str,
-    arguments: Sequence[Any],
-    options: Mapping[str, Any],
+    arguments: Sequence[object],
+    options: Mapping[str, object],
     shape: Sequence[int],
 ) -> Windows | None:
     """Return the windows of a call of a function.
@@ -126,7 +126,7 @@ def _names_of(name: str) -> tuple[str, ...]:
 
 
 def _windows(
-    name: str, arguments: Mapping[str, Any], shape: Sequence[int]
+    name: str, arguments: Mapping[str, object], shape: Sequence[int]
 ) -> Windows | None:
     lengths = tuple(shape[2:])
     dims = len(lengths)
@@ -141,7 +141,7 @@ def _windows(
 
 
 def _of_mean(
-    arguments: Mapping[str, Any], dims: int, lengths: tuple[int, ...]
+    arguments: Mapping[str, object], dims: int, lengths: tuple[int, ...]
 ) -> Windows | None:
     chosen = arguments.get("dim")
     if not isinstance(chosen, (tuple, list)) or set(arguments) - {"dim", "keepdim"}:
@@ -153,7 +153,7 @@ def _of_mean(
     return Windows(lengths, lengths, zeros, is_whole=True, keeps_dims=keeps_dims)
 
 
-def _of_adaptive(wanted: Any, lengths: tuple[int, ...]) -> Windows | None:
+def _of_adaptive(wanted: object, lengths: tuple[int, ...]) -> Windows | None:
     results = [
         length if count is None else count
         for count, length in zip(_each(wanted, len(lengths)), lengths, strict=True)
@@ -170,7 +170,9 @@ def _of_adaptive(wanted: Any, lengths: tuple[int, ...]) -> Windows | None:
     return Windows(size, size, (0,) * len(lengths), is_whole=is_whole)
 
 
-def _of_pool(arguments: Mapping[str, Any], lengths: tuple[int, ...]) -> Windows | None:
+def _of_pool(
+    arguments: Mapping[str, object], lengths: tuple[int, ...]
+) -> Windows | None:
     dims = len(lengths)
     size = _each(arguments.get("kernel_size"), dims)
     stride = _each(arguments.get("stride") or size, dims)
@@ -187,11 +189,11 @@ def _of_pool(arguments: Mapping[str, Any], lengths: tuple[int, ...]) -> Windows 
     return Windows(size, stride, padding, counts_padding in (None, True))
 
 
-def _fit(*settings: tuple[Any, ...]) -> bool:
+def _fit(*settings: tuple[object, ...]) -> bool:
     return all(isinstance(number, int) for numbers in settings for number in numbers)
 
 
-def _each(value: Any, dims: int) -> tuple[Any, ...]:
+def _each(value: object, dims: int) -> tuple[Any, ...]:
     """Return one number for each spatial dimension."""
     values = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     return values * dims if len(values) == 1 else values

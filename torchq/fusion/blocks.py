@@ -163,7 +163,7 @@ class BlockRule:
     writes: str | None = None
     bypass: tuple[str, ...] = ()
     lacks: tuple[str, ...] = ()
-    flags: Mapping[str, Any] = field(default_factory=dict)
+    flags: Mapping[str, object] = field(default_factory=dict)
     when: Callable[[Any], bool] | None = None
     linear: Callable[[Any, Tensor], Tensor] | None = None
     finish: Callable[[Any], None] | None = None

@@ -45,7 +45,7 @@ class VanillaActivationRule(BlockRule):
         channels = block.weight.shape[0]
         pad = (block.weight.shape[-1] - 1) // 2
 
-        def linear(x: Tensor) -> Any:
+        def linear(x: Tensor) -> object:
             return block.bn(
                 F.conv2d(x, block.weight, block.bias, padding=pad, groups=channels)
             )
@@ -68,10 +68,10 @@ class VanillaNetRule(BlockRule):
         conv, norm, activation = block.stem2
         pool, dropout, *classifier = block.cls1
 
-        def stem(x: Tensor) -> Any:
+        def stem(x: Tensor) -> object:
             return norm(conv(F.leaky_relu(block.stem1(x), block.act_learn)))
 
-        def classify(x: Tensor) -> Any:
+        def classify(x: Tensor) -> object:
             return block.cls2(
                 F.leaky_relu(nn.Sequential(*classifier)(x), block.act_learn)
             )
@@ -108,13 +108,13 @@ def _needs_more_than_one(block: Any) -> bool:
     return sum(p.default is p.empty for p in positional) > 1
 
 
-def _add_rbr(block: Any, x: Tensor) -> Any:
+def _add_rbr(block: Any, x: Tensor) -> object:
     """Return the sum of a RepVGG block's branches on ``x``."""
     total = block.rbr_dense(x) + block.rbr_1x1(x)
     return total if block.rbr_identity is None else total + block.rbr_identity(x)
 
 
-def _add_ghost(block: Any, x: Tensor) -> Any:
+def _add_ghost(block: Any, x: Tensor) -> object:
     """Return the cheap operation of a RepGhost block on ``x``, with its extra branches."""
     pairs = zip(block.fusion_conv, block.fusion_bn, strict=True)
     return sum((norm(conv(x)) for conv, norm in pairs), start=block.cheap_operation(x))

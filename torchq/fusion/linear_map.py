@@ -121,7 +121,7 @@ class Affine:
         func: object,
         types: object,
         args: tuple[object, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        kwargs: dict[str, object] | None = None,
     ) -> Any:
         return _operator_named(getattr(func, "__name__", str(func)))(
             *args, **(kwargs or {})
@@ -306,10 +306,10 @@ def _covering(a: Geometry, b: Geometry) -> Geometry:
 
 #: Name of a torch function -> the same function of maps. Its first argument is a map or (for
 #: commuted operators) a constant.
-_OPERATORS: dict[str, Callable[..., Any]] = {}
+_OPERATORS: dict[str, Callable[..., object]] = {}
 
 
-def _operator_named(name: str, shown: str = "") -> Callable[..., Any]:
+def _operator_named(name: str, shown: str = "") -> Callable[..., object]:
     if name not in _OPERATORS:
         raise NotAffine(
             f"{shown or name} is not linear and shift-invariant, or not known to be"
@@ -320,14 +320,14 @@ def _operator_named(name: str, shown: str = "") -> Callable[..., Any]:
 def _operator(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator that enters a function under the names of torch functions."""
 
-    def enter(function: Callable[..., Any]) -> Callable[..., Any]:
+    def enter(function: Callable[..., object]) -> Callable[..., object]:
         _OPERATORS.update(dict.fromkeys(names.split(), function))
         return function
 
     return enter
 
 
-def _constant(value: Any, like: Affine) -> Tensor:
+def _constant(value: object, like: Affine) -> Tensor:
     """Return a constant that broadcasts against ``(N, C, *spatial)`` as ``(1,)`` or ``(C,)``."""
     tensor = torch.as_tensor(value).double()
     if tensor.numel() == 1:
@@ -427,9 +427,9 @@ def _conv(
     a: Any,
     weight: Any,
     bias: Any = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
+    stride: object = 1,
+    padding: object = 0,
+    dilation: object = 1,
     groups: int = 1,
 ) -> Affine:
     if not isinstance(a, Affine) or isinstance(weight, Affine):

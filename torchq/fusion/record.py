@@ -116,7 +116,7 @@ def recording(model: nn.Module, entries: Sequence[Entry]) -> Iterator[None]:
     _store(model, before, [*old, *enumerate(new, start)])
 
 
-def _ordered(model: nn.Module) -> list[tuple[int, dict[str, Any]]]:
+def _ordered(model: nn.Module) -> list[tuple[int, dict[str, object]]]:
     """Return order and entry of everything recorded below ``model``, with paths in ``model``."""
     recorded = [
         (order, _moved(entry, into=path))
@@ -129,7 +129,7 @@ def _ordered(model: nn.Module) -> list[tuple[int, dict[str, Any]]]:
 def _store(
     model: nn.Module,
     before: Mapping[str, nn.Module],
-    entries: Sequence[tuple[int, dict[str, Any]]],
+    entries: Sequence[tuple[int, dict[str, object]]],
 ) -> None:
     """Write each entry to the deepest module that holds what it names and was not replaced."""
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -150,7 +150,7 @@ def _paths(entry: Entry) -> list[str]:
     return [entry["path"]] if "path" in entry else [*entry["norms"], *entry["layers"]]
 
 
-def _moved(entry: Entry, out_of: str = "", into: str = "") -> dict[str, Any]:
+def _moved(entry: Entry, out_of: str = "", into: str = "") -> dict[str, object]:
     """Return a copy of ``entry`` for the module at one of two paths, of which one is the root."""
 
     def change(path: str) -> str:

@@ -76,7 +76,9 @@ def prepared_call(
     return partial(_called, model, args, kwargs)
 
 
-def _called(model: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
+def _called(
+    model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+) -> object:
     try:
         return model(*args, **kwargs)
     except (AttributeError, TypeError) as error:
@@ -86,7 +88,7 @@ def _called(model: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) 
         raise
 
 
-def _no_tensor_text(model: nn.Module, values: list[Any]) -> str:
+def _no_tensor_text(model: nn.Module, values: list[object]) -> str:
     """Return what is wrong where a model failed on arguments without a single tensor."""
     kinds = ", ".join(dict.fromkeys(type(value).__qualname__ for value in values))
     is_array = any(hasattr(value, "__array__") for value in values)
@@ -141,7 +143,7 @@ def call_arguments(
     return (example,), {}
 
 
-def _without_labels(model: nn.Module, values: tuple[object, ...]) -> tuple[Any, ...]:
+def _without_labels(model: nn.Module, values: tuple[object, ...]) -> tuple[object, ...]:
     parameters = _parameters(model)
     positional = [p for p in parameters if p.kind in _POSITIONAL]
     required = sum(p.default is p.empty for p in positional)
@@ -161,7 +163,7 @@ def _without_labels(model: nn.Module, values: tuple[object, ...]) -> tuple[Any, 
     )
 
 
-def _keywords(model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
+def _keywords(model: nn.Module, values: Mapping[str, object]) -> dict[str, object]:
     parameters = _parameters(model)
     kinds = {p.kind for p in parameters}
     accepted = {
@@ -290,7 +292,7 @@ def with_copies(value: object) -> Any:
 _PLAIN_NEW = (tuple.__new__, list.__new__)
 
 
-def _copied_fields(item: object, copied: Callable[[Any], Any]) -> Any:
+def _copied_fields(item: object, copied: Callable[[Any], object]) -> object:
     """Return a dictionary, or an object of a dataclass, with copies of what it holds."""
     if isinstance(item, type) or not any(True for _ in tensors_in(item)):
         return item
@@ -306,8 +308,8 @@ def _copied_fields(item: object, copied: Callable[[Any], Any]) -> Any:
 
 def map_tensors(
     value: Any,
-    change: Callable[[Tensor], Any],
-    other: Callable[[Any], Any] = lambda item: item,
+    change: Callable[[Tensor], object],
+    other: Callable[[Any], object] = lambda item: item,
 ) -> Any:
     """Return ``value`` with each of its tensors replaced, in tuples, lists, mappings, dataclasses.
 

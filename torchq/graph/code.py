@@ -36,12 +36,12 @@ class Lookup:
         code: the code of that, where it is a function.
     """
 
-    find: Callable[[], Any]
+    find: Callable[[], object]
     value: Any
     code: types.CodeType | None
 
     @classmethod
-    def of(cls, find: Callable[[], Any]) -> "Lookup":
+    def of(cls, find: Callable[[], object]) -> "Lookup":
         """Look something up."""
         value = find()
         return cls(find, value, getattr(value, "__code__", None))
@@ -86,7 +86,7 @@ _LEFT_OUT = frozenset(
 )
 
 
-def _said(node: ast.AST, name: str, value: Any) -> Any:
+def _said(node: ast.AST, name: str, value: Any) -> object:
     """Return a field without docstrings, and without the empty parts of strings with formats.
 
     Some releases of Python 3.12 put these where others put nothing.
@@ -104,7 +104,7 @@ def is_function(value: object) -> bool:
 
 
 def rewrapped(
-    wrapper: types.FunctionType, inner: types.FunctionType, new: Callable[..., Any]
+    wrapper: types.FunctionType, inner: types.FunctionType, new: Callable[..., object]
 ) -> Callable[..., Any] | None:
     """Return what a decorator made of ``inner``, around ``new`` instead; None if that is hidden."""
     cells = wrapper.__closure__ or ()
@@ -222,7 +222,7 @@ def forget_declarations(tree: ast.FunctionDef) -> None:
 
 
 def compiled_like(
-    function: types.FunctionType, tree: ast.FunctionDef, hidden: dict[str, Any]
+    function: types.FunctionType, tree: ast.FunctionDef, hidden: dict[str, object]
 ) -> Callable[..., Any]:
     """Compile ``tree`` to a function with the globals, defaults and closure of ``function``."""
     inner = _code(function, tree, hidden)
@@ -292,7 +292,7 @@ _METHOD_FORMS = {"LOAD_METHOD": "LOAD_ATTR", "CALL_METHOD": "CALL_FUNCTION"}
 _NO_STEPS = frozenset(["PUSH_NULL", "EXTENDED_ARG", "CACHE", "NOP"])
 
 
-def _steps(code: types.CodeType) -> list[tuple[str, Any]]:
+def _steps(code: types.CodeType) -> list[tuple[str, object]]:
     """Return the operations of a code with what they read; jumps without their distance."""
     jumps = {*dis.hasjrel, *dis.hasjabs}
     return [
@@ -305,7 +305,7 @@ def _steps(code: types.CodeType) -> list[tuple[str, Any]]:
     ]
 
 
-def _same_step(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
+def _same_step(one: tuple[str, object], other: tuple[str, object]) -> bool:
     (name, value), (other_name, other_value) = one, other
     if isinstance(value, types.CodeType) and isinstance(other_value, types.CodeType):
         return name == other_name and _same_code(value, other_value)

@@ -274,7 +274,7 @@ def _argument(value: object, names: Mapping[fx.Node, str]) -> str:
     return repr(value)
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> object:
     """Return an attribute as JSON has it."""
     if isinstance(value, Mapping):
         return {str(key): _plain(element) for key, element in value.items()}
@@ -285,7 +285,7 @@ def _plain(value: object) -> Any:
     )
 
 
-_DROPOUTS: tuple[Any, ...] = (
+_DROPOUTS: tuple[object, ...] = (
     *DROPOUTS,
     *(nn.AlphaDropout, nn.functional.dropout, torch.dropout),
 )

@@ -51,8 +51,8 @@ def _is_layer(function: object) -> bool:
 
 def passes_bias(
     layer: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
     is_own: Callable[[Any], bool],
 ) -> bool:
     """Return True if ``F.linear`` or its like would see a bias that ``layer`` gets later."""
@@ -63,7 +63,7 @@ def passes_bias(
 
 
 def read_arguments(
-    name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    name: str, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> tuple[Any, ...]:
     """Return the arguments of function ``name`` whose values it reads, not only their shapes."""
     effects = effects_of(name)
@@ -326,7 +326,7 @@ class _Recorder(TorchFunctionMode):
             if id(module) not in holders:
                 self.read |= holders
 
-    def note(self, out: Any, **fields: Any) -> None:
+    def note(self, out: object, **fields: Any) -> None:
         """Note a call with these fields of :class:`Call`."""
         results = list(tensors_in(out))
         index = len(self.calls)
@@ -365,8 +365,8 @@ class _Recorder(TorchFunctionMode):
         return self._tracker.run(func, args, kwargs, returned)
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> object:
         kwargs = kwargs or {}
         if self.is_showing:
             return func(*args, **kwargs)
@@ -409,7 +409,7 @@ class _Recorder(TorchFunctionMode):
 
 def record(
     model: nn.Module,
-    example: Any,
+    example: object,
     is_leaf: Callable[[nn.Module], bool] = is_torch_leaf,
     *,
     forward: Forward | None = None,

@@ -47,48 +47,50 @@ POOLS = (
 
 
 def _first(
-    args: tuple[object, ...], kwargs: Mapping[str, Any]
-) -> tuple[Any, ...] | None:
+    args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> tuple[object, ...] | None:
     return args[:1] or None
 
 
 def _resized(
-    args: tuple[object, ...], kwargs: Mapping[str, Any]
-) -> tuple[Any, ...] | None:
+    args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> tuple[object, ...] | None:
     """Return the operand of a resizing whose weights are not negative."""
     mode = args[3] if len(args) > 3 else kwargs.get("mode", "nearest")
     return args[:1] if mode != "bicubic" else None
 
 
-def _two(args: tuple[object, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+def _two(
+    args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> tuple[object, ...] | None:
     return args if len(args) == 2 and not kwargs else None
 
 
 def _three(
-    args: tuple[object, ...], kwargs: Mapping[str, Any]
-) -> tuple[Any, ...] | None:
+    args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> tuple[object, ...] | None:
     return args[:3] if len(args) > 2 else None
 
 
 def _listed(
-    args: tuple[object, ...], kwargs: Mapping[str, Any]
-) -> tuple[Any, ...] | None:
+    args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> tuple[object, ...] | None:
     if not args or kwargs.keys() - {"dim"}:
         return None
     return tuple(args[0]) if isinstance(args[0], (list, tuple)) else args[:1]
 
 
 def _pooled(
-    args: tuple[object, ...], kwargs: Mapping[str, Any]
-) -> tuple[Any, ...] | None:
+    args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> tuple[object, ...] | None:
     """Return the operand of a mean over several dimensions, which is global pooling."""
     dims = args[1] if len(args) > 1 else kwargs.get("dim")
     return args[:1] if isinstance(dims, (tuple, list)) and len(dims) > 1 else None
 
 
 def _padded(
-    args: tuple[object, ...], kwargs: Mapping[str, Any]
-) -> tuple[Any, ...] | None:
+    args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> tuple[object, ...] | None:
     """Return the operand of a padding, and the constant that it adds."""
     value = args[3] if len(args) > 3 else kwargs.get("value")
     return (*args[:1], 0.0 if value is None else value)
@@ -145,7 +147,7 @@ class Operator:
         return self.kind or self.name
 
 
-def _row(name: str, *spellings: Any, effects: str = "", **fields: Any) -> Operator:
+def _row(name: str, *spellings: object, effects: str = "", **fields: Any) -> Operator:
     """Return a row; spellings are functions, and methods as text."""
     methods = tuple(s for s in spellings if isinstance(s, str))
     functions = tuple(s for s in spellings if not isinstance(s, str))
@@ -365,7 +367,7 @@ def function_name(function: object) -> str:
 
 #: Every row, by :attr:`Operator.name`.
 OPERATORS: Registry[str, Operator] = Registry("operator")
-_TARGETS: Registry[Any, Operator] = Registry("operator for")
+_TARGETS: Registry[object, Operator] = Registry("operator for")
 _NAMES: dict[str, Operator] = {}
 _CLASSES: Registry[type, Operator] = Registry("operator for")
 
@@ -436,7 +438,7 @@ _BOUNDED = {"clamp": (1, "min"), "clip": (1, "min"), "hardtanh": (1, "min_val")}
 def never_negative(
     name: str,
     args: tuple[object, ...],
-    kwargs: Mapping[str, Any],
+    kwargs: Mapping[str, object],
     is_known: Callable[[Any], bool],
 ) -> bool:
     """Return True if a call of function ``name`` gives no negative value, whatever it reads.
@@ -510,7 +512,7 @@ def writes(node: fx.Node, module: nn.Module | None) -> bool:
     return is_marked or overwrites(node.target, node.kwargs)
 
 
-def overwrites(function: object, kwargs: Mapping[str, Any]) -> bool:
+def overwrites(function: object, kwargs: Mapping[str, object]) -> bool:
     """Return True if a call of a function or method (a string) overwrites its first argument."""
     name = operator_name(function).split(".")[0]
     ends = name.endswith("_") and not name.endswith("__")

@@ -35,9 +35,9 @@ class NodeBackend(Protocol):
         self,
         graph_module: fx.GraphModule,
         node: fx.Node,
-        default: Callable[..., Any],
+        default: Callable[..., object],
         args: tuple[object, ...],
-        kwargs: dict[str, Any],
+        kwargs: dict[str, object],
     ) -> Any:
         """Return the value of a node that calls something.
 
@@ -107,7 +107,7 @@ class GraphRunner:
         self._may_alias = frozenset(
             node for node, module in called if may_alias(node, module)
         )
-        self._schedules: dict[Any, _Schedule] = {}
+        self._schedules: dict[object, _Schedule] = {}
 
     @property
     def node_names(self) -> tuple[str, ...]:
@@ -224,7 +224,7 @@ class GraphRunner:
         with counting_operations(self.graph_module) as total:
             before = 0
 
-            def pre(args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
+            def pre(args: tuple[object, ...], kwargs: dict[str, object]) -> None:
                 nonlocal before
                 before = total()
 
@@ -245,10 +245,10 @@ class GraphRunner:
 
     def _fed(
         self, where: str, inputs: object, expected: Sequence[fx.Node]
-    ) -> dict[fx.Node, Any]:
+    ) -> dict[fx.Node, object]:
         """Return the given values by node."""
         if isinstance(inputs, Mapping):
-            named: dict[fx.Node, Any] = {}
+            named: dict[fx.Node, object] = {}
             for name, value in inputs.items():
                 node = self._names.result(f"{where}: inputs", name)
                 if node in named:
@@ -291,13 +291,13 @@ class GraphRunner:
     def _execute(
         self,
         where: str,
-        fed: dict[fx.Node, Any],
+        fed: dict[fx.Node, object],
         nodes: Sequence[fx.Node],
         hooks: Mapping[str, Hook] | None,
         grad: bool,
         backend: NodeBackend | None = None,
         with_effects: bool = False,
-    ) -> list[Any]:
+    ) -> list[object]:
         hook_by_node: dict[fx.Node, _Pair] = {}
         for name, hook in (hooks or {}).items():
             node = self._names.result(f"{where}: hooks", name)
@@ -442,14 +442,14 @@ class _Run:
         backend: NodeBackend | None,
     ) -> None:
         self._module, self._hooks, self._backend = module, hooks, backend
-        self._values: dict[fx.Node, Any] = {}
+        self._values: dict[fx.Node, object] = {}
 
     def execute(
-        self, schedule: _Schedule, fed: Mapping[fx.Node, Any]
-    ) -> dict[fx.Node, Any]:
+        self, schedule: _Schedule, fed: Mapping[fx.Node, object]
+    ) -> dict[fx.Node, object]:
         """Run the nodes of a schedule and return the wanted values; see :meth:`GraphRunner.run`."""
         values, wanted = self._values, schedule.wanted
-        results: dict[fx.Node, Any] = {}
+        results: dict[fx.Node, object] = {}
         try:
             for node, value in fed.items():
                 fed_value = with_copies(value) if schedule.has_writers else value
@@ -473,7 +473,7 @@ class _Run:
         finally:
             values.clear()
 
-    def _value(self, node: fx.Node) -> Any:
+    def _value(self, node: fx.Node) -> object:
         pre, post = self._hooks.get(node, _NO_HOOKS)
         try:
             args, kwargs = _before(pre, *self._arguments(node))
@@ -496,8 +496,8 @@ class _Run:
         return args, _filled(node.kwargs, values) if node.kwargs else {}
 
     def _computed(
-        self, node: fx.Node, args: tuple[object, ...], kwargs: dict[str, Any]
-    ) -> Any:
+        self, node: fx.Node, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
         if node.op == "output":
             return args[0]
         if node.op == "get_attr":
@@ -509,7 +509,7 @@ class _Run:
             return self._called(node)(*args, **kwargs)
         return self._backend.call(self._module, node, self._called(node), args, kwargs)
 
-    def _called(self, node: fx.Node) -> Callable[..., Any]:
+    def _called(self, node: fx.Node) -> Callable[..., object]:
         """Return what a node calls; a method is a function of the tensor."""
         target: Any = node.target
         if node.op == "call_module":
@@ -520,7 +520,7 @@ class _Run:
             )
         return cast("Callable[..., Any]", target)
 
-    def _attribute(self, path: str) -> Any:
+    def _attribute(self, path: str) -> object:
         value: Any = self._module
         for name in path.split("."):
             value = getattr(value, name)
@@ -549,8 +549,8 @@ def _last_uses(running: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _before(
-    hook: PreHook | None, args: tuple[object, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    hook: PreHook | None, args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
     replaced = None if hook is None else hook(args, kwargs)
     if replaced is None:
         return args, kwargs
@@ -567,7 +567,7 @@ def _before(
     return replaced
 
 
-def _after(value: object, hook: PostHook | None) -> Any:
+def _after(value: object, hook: PostHook | None) -> object:
     replaced = None if hook is None else hook(value)
     return value if replaced is None else replaced
 

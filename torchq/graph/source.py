@@ -96,7 +96,7 @@ class Rewritten:
         return all(lookup.is_current for lookup in self.lookups)
 
 
-def rewrite_forward(cls: type[nn.Module], start: Callable[[Any], Any]) -> Rewritten:
+def rewrite_forward(cls: type[nn.Module], start: Callable[[Any], object]) -> Rewritten:
     """Return the forward of ``cls`` with its operators handed to a router.
 
     ``start`` is called with the module at the beginning of each call and returns the router, which
@@ -132,7 +132,7 @@ class _Reading:
         self.cls, self.lookups = cls, lookups
         self._sources: list[str] = []
 
-    def look_up(self, find: Callable[[], Any]) -> Any:
+    def look_up(self, find: Callable[[], object]) -> object:
         """Return what is found, and note it."""
         lookup = Lookup.of(find)
         self.lookups.append(lookup)
@@ -152,7 +152,7 @@ class _Reading:
 class _Function:
     """A function of a forward after rewriting; some of its sites may be numbered."""
 
-    forward: Callable[..., Any]
+    forward: Callable[..., object]
     sites: tuple[SourceSite, ...]
     is_numbered: bool
     lists_children: bool
@@ -162,7 +162,7 @@ def _rewrite(
     function: types.FunctionType,
     reading: _Reading,
     callers: tuple[types.FunctionType, ...],
-    start: Callable[[Any], Any] | None = None,
+    start: Callable[[Any], object] | None = None,
     paths: Mapping[str, str] = types.MappingProxyType({}),
 ) -> _Function | None:
     """Return ``function`` rewritten, or None; ``paths`` are its arguments that are known."""
@@ -189,7 +189,7 @@ def _rewrite(
     body = [sites.visit(statement) for statement in tree.body]
     if not sites.found and (start is not None or not sites.lists_children):
         return None
-    hidden: dict[str, Any] = dict(sites.helpers)
+    hidden: dict[str, object] = dict(sites.helpers)
     if start is None:
         tree.args.kwonlyargs.append(ast.arg(_ROUTE))
         tree.args.kw_defaults.append(None)
@@ -229,7 +229,7 @@ class _Sites(ast.NodeTransformer):
         self.callers = (*callers, function)
         self.counts: Counter[str] = Counter()
         self.found: list[SourceSite] = []
-        self.helpers: dict[str, Any] = {}
+        self.helpers: dict[str, object] = {}
         self.lists_children = False
         is_method = any(_defines(c, function) for c in cls.__mro__)
         self._self = tree.args.args[0].arg if is_method else None
@@ -417,7 +417,7 @@ class _Sites(ast.NodeTransformer):
         }
         return _rewrite(target, self._reading, self.callers, paths=paths)
 
-    def _resolve(self, node: ast.expr) -> Any:
+    def _resolve(self, node: ast.expr) -> object:
         """Return the object that a name or a dotted name outside of the function stands for."""
         names: list[str] = []
         while isinstance(node, ast.Attribute):
@@ -432,7 +432,7 @@ class _Sites(ast.NodeTransformer):
         is_name = isinstance(node.value, ast.Name)
         return is_name and node.value.id == self._self  # type: ignore[attr-defined]
 
-    def _method(self, node: ast.Attribute) -> Any:
+    def _method(self, node: ast.Attribute) -> object:
         """Return the function that ``self.name`` or ``super().name`` stands for."""
         if self._self is None:
             return None
@@ -450,7 +450,7 @@ class _Sites(ast.NodeTransformer):
 
 def _outside(
     function: types.FunctionType, name: str, attributes: tuple[str, ...]
-) -> Any:
+) -> object:
     """Return what a name, and attributes of the module that it is, stand for; None for others."""
     free = function.__code__.co_freevars
     if name in free:
@@ -467,7 +467,7 @@ def _outside(
     return value
 
 
-def _inherited(cls: type[nn.Module], function: types.FunctionType, name: str) -> Any:
+def _inherited(cls: type[nn.Module], function: types.FunctionType, name: str) -> object:
     """Return what ``super().name`` stands for in a function of a class, or of one of its bases."""
     line = cls.__mro__
     defining = [c for c in line if _defines(c, function)]

@@ -62,9 +62,9 @@ class ForwardTracer(fx.Tracer):
     def call_module(
         self,
         m: nn.Module,
-        forward: Callable[..., Any],
+        forward: Callable[..., object],
         args: tuple[object, ...],
-        kwargs: dict[str, Any],
+        kwargs: dict[str, object],
     ) -> Any:
         """Trace a call of a module; an error in a graph module goes to :func:`trace_call`."""
         if not isinstance(m, fx.GraphModule):
@@ -82,10 +82,10 @@ class _GraphFailed(BaseException):
     """
 
 
-def _assigning(name: str) -> Callable[[fx.Proxy, Any], Any]:
+def _assigning(name: str) -> Callable[[fx.Proxy, Any], object]:
     function = getattr(operator, name)
 
-    def assign(self: fx.Proxy, other: object) -> Any:
+    def assign(self: fx.Proxy, other: object) -> object:
         result = function(self, other)
         result.node.meta[OVERWRITES] = True
         return result
@@ -154,7 +154,7 @@ class ModuleTracer(ForwardTracer):
 def trace_call(
     tracer: fx.Tracer,
     module: nn.Module,
-    given: Mapping[str, Any] | None = None,
+    given: Mapping[str, object] | None = None,
     *,
     restore: Callable[[], None] | None = None,
 ) -> fx.Graph:
@@ -220,7 +220,7 @@ def _holds_proxy(value: object) -> bool:
 def trace_modules(
     model: nn.Module,
     is_leaf: Callable[[nn.Module], bool] = is_torch_leaf,
-    given: Mapping[str, Any] | None = None,
+    given: Mapping[str, object] | None = None,
     *,
     record_lines: bool = False,
 ) -> fx.GraphModule:
@@ -393,7 +393,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _with_fx(
-    model: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]
+    model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> Trace:
     bound = inspect.signature(type(model).forward).bind(model, *args, **kwargs)
     arguments = dict(list(bound.arguments.items())[1:])
@@ -418,7 +418,7 @@ def _with_fx(
 
 
 def _with_export(
-    model: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], reason: str
+    model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], reason: str
 ) -> Trace:
     with random_kept(), untouched(model), opaque_calls(model):
         program = torch.export.export(

@@ -122,7 +122,7 @@ def _settings(model: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
 
 def _take_back(
     layers: Iterable[nn.Module],
-    configs: Iterable[tuple[dict[str, Any], dict[str, Any]]],
+    configs: Iterable[tuple[dict[str, object], dict[str, object]]],
 ) -> None:
     for layer in layers:
         if hasattr(layer, CHILD):
@@ -176,7 +176,7 @@ def _attend(
     scaling: float | None = None,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
-    **options: Any,
+    **options: object,
 ) -> tuple[Tensor, None]:
     """Compute attention by the module of a layer, as transformers calls for it.
 

@@ -157,12 +157,12 @@ class _Quantizer:
         self._dtype = dtype
         return dtype
 
-    def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> None:
+    def get_new_dtype(self, converter: object, param: object, dtype: object) -> None:
         """Return None: tensors are loaded as they were saved, so that ranges stay float32."""
 
     def get_state_dict_and_metadata(
         self, model: nn.Module
-    ) -> tuple[dict[str, Any], dict[str, str]]:
+    ) -> tuple[dict[str, object], dict[str, str]]:
         """Return what is written, and bring ``config.json`` up to date."""
         plan = plan_of(model)
         if plan.fusions:
@@ -183,7 +183,7 @@ class _Quantizer:
         return state, {}
 
     def _process_model_before_weight_loading(
-        self, model: nn.Module, **_: Any
+        self, model: nn.Module, **_: object
     ) -> nn.Module:
         """Add the tensors of quantizers to a float model, so that they are loaded with it."""
         self._added = []
@@ -206,7 +206,7 @@ class _Quantizer:
         self._added.append((owner, name))
 
     def _process_model_after_weight_loading(
-        self, model: nn.Module, **_: Any
+        self, model: nn.Module, **_: object
     ) -> nn.Module:
         """Quantize a model whose weights are loaded, and give it its ranges."""
         config = self.quantization_config
@@ -230,7 +230,7 @@ class _Quantizer:
         return model
 
 
-def _attends_in_modules(record: Any) -> bool:
+def _attends_in_modules(record: object) -> bool:
     """Return True for the record of a model whose attention modules compute."""
     decisions = record.get("decisions", ()) if isinstance(record, Mapping) else ()
     names = [row.get("names") or () for row in decisions if isinstance(row, Mapping)]
@@ -244,7 +244,7 @@ def _quantizer_paths(model: nn.Module) -> set[str]:
     return {path for path, module in modules if id(module) in objects}
 
 
-def _checked(described: Any) -> dict[str, tuple[list[int], torch.dtype]]:
+def _checked(described: object) -> dict[str, tuple[list[int], torch.dtype]]:
     """Return shapes and types by name, as ``config.json`` holds them."""
     tensors: dict[str, tuple[list[int], torch.dtype]] = {}
     entries: Iterable[tuple[str, Any]] = [("", None)]

@@ -6,7 +6,6 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +50,7 @@ _OVERFLOW = (
 
 def lower_model(
     simulated: nn.Module,
-    example: Any = None,
+    example: object = None,
     *,
     fuse: bool = True,
     progress: bool = False,
@@ -164,7 +163,7 @@ def _copy(model: nn.Module) -> nn.Module:
         ) from error
 
 
-def _replace_layers(model: nn.Module, example: Any) -> nn.Module:
+def _replace_layers(model: nn.Module, example: object) -> nn.Module:
     """Replace every quantized layer that has an integer kernel, and round the weights of others."""
     named = list(utils.modules_with_names(model))
     shared = _shared_parameters(model)
@@ -290,7 +289,7 @@ def fuse_layers(
 
 
 def _with_state(
-    model: nn.Module, paths: Iterable[str], example: Any
+    model: nn.Module, paths: Iterable[str], example: object
 ) -> frozenset[nn.Module]:
     """Return the modules that keep something from call to call.
 
@@ -332,7 +331,7 @@ def _is_option(parameter: inspect.Parameter) -> bool:
     )
 
 
-def _gives_options(model: nn.Module, example: Any) -> bool:
+def _gives_options(model: nn.Module, example: object) -> bool:
     """Return True if an example gives arguments that a trace would fix to their defaults."""
     args, kwargs = call_arguments(model, example)
     signature = inspect.signature(model.forward)

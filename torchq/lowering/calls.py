@@ -47,7 +47,7 @@ class ProductCall(ComputedCall):
         self.seen: list[dict[str, Any]] | None = []
 
     def arguments(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, func: object, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[Any, ...] | None:
         """Return the input and the bias; None for a call that is simulated."""
         arguments = self._named(args, kwargs)
@@ -60,7 +60,9 @@ class ProductCall(ComputedCall):
             return None
         return arguments["input"], arguments["bias"]
 
-    def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _named(
+        self, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> dict[str, object]:
         """Return the arguments of a call by name, with defaults; {} where no kernel knows them."""
         names = _NAMES[self.site.kind]
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -114,7 +116,7 @@ class ProductCall(ComputedCall):
         return conv
 
 
-def lower_calls_(model: nn.Module, example: Any) -> dict[int, str]:
+def lower_calls_(model: nn.Module, example: object) -> dict[int, str]:
     """Let integer kernels compute the quantized calls of ``model``, as far as there are any.
 
     Return the id of each holder of quantizers, and why its calls have no kernel ("" if they have).

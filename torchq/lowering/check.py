@@ -118,7 +118,7 @@ class ReferenceCheck:
             after.restore()
 
 
-def call_once(model: nn.Module, example: Any) -> Any:
+def call_once(model: nn.Module, example: object) -> Any:
     """Return what a model returns for a copy of an example, from its present state.
 
     What a graph has opened is no state, and stays open.
@@ -158,10 +158,10 @@ def forced_pairs(
     inputs: dict[str, list[Tensor]] = {}
     pairs: list[tuple[str, Tensor, Tensor]] = []
 
-    def record(path: str, args: tuple[Any, ...], *_: Any) -> None:
+    def record(path: str, args: tuple[Any, ...], *_: object) -> None:
         inputs.setdefault(path, []).extend(x.detach().clone() for x in args[:1])
 
-    def force(path: str, layer: Int8Layer, args: tuple[Any, ...]) -> Any:
+    def force(path: str, layer: Int8Layer, args: tuple[Any, ...]) -> object:
         not_fed = inputs.get(_original(path))
         if not not_fed or not args:
             return None

@@ -79,7 +79,7 @@ class CodesModule(nn.Module):
 
     qparams_names: ClassVar[tuple[str, ...]] = ()
     dtype: torch.dtype | None = None
-    _runs: dict[Any, Run]
+    _runs: dict[object, Run]
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,11 +92,11 @@ class CodesModule(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_runs": {}}
 
-    def _load_from_state_dict(self, *args: Any) -> None:
+    def _load_from_state_dict(self, *args: object) -> None:
         super()._load_from_state_dict(*args)
         vars(self)["_runs"] = {}  # the tensors were copied into in place
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+    def _apply(self, fn: Any, recurse: bool = True) -> object:
         def move(tensor: Tensor) -> Tensor:
             moved: Tensor = fn(tensor)
             return moved if moved.dtype is tensor.dtype else tensor.to(moved.device)
@@ -107,7 +107,7 @@ class CodesModule(nn.Module):
         vars(self)["_runs"] = {}
         return self
 
-    def _keep(self, key: Any, run: Run) -> Run:
+    def _keep(self, key: object, run: Run) -> Run:
         """Keep the kernel that is bound for ``key``, and return it."""
         if len(self._runs) >= MOST_SHAPES:
             self._runs.clear()
@@ -267,5 +267,5 @@ class CodesAvgPool2d(CodesModule):
         return _pair(pool.kernel_size), _pair(pool.stride), padding
 
 
-def _pair(value: Any) -> list[Any]:
+def _pair(value: object) -> list[Any]:
     return list(value) if isinstance(value, (tuple, list)) else [value, value]

@@ -183,7 +183,7 @@ class Kernel:
     def __init__(self, codes: Tensor) -> None:
         self.plain: Tensor | None = codes
         self.shape, self.device = codes.shape, codes.device
-        self._packed: dict[Any, Tensor] = {}
+        self._packed: dict[object, Tensor] = {}
         self._lock = threading.RLock()
 
     @property

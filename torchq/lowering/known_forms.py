@@ -87,7 +87,7 @@ def _replace(node: Node, new: Node) -> bool:
 
 
 def _call_instead(
-    node: Node, function: Callable[..., Any], *args: Any, **kwargs: Any
+    node: Node, function: Callable[..., object], *args: object, **kwargs: object
 ) -> bool:
     """Replace a node by the call of a function."""
     with node.graph.inserting_before(node):

@@ -105,7 +105,7 @@ class DeployedLayer(CodesModule):
         destination[f"{prefix}weight_codes"] = self.weight_codes
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
-    def _load_from_state_dict(self, *args: Any) -> None:
+    def _load_from_state_dict(self, *args: object) -> None:
         # A buffer while torch loads it, so that it is checked like the other tensors.
         buffers = vars(self)["_buffers"]
         buffers["weight_codes"] = self.weight_codes.clone()
@@ -114,7 +114,7 @@ class DeployedLayer(CodesModule):
         finally:
             self.weight_codes = buffers.pop("weight_codes")
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+    def _apply(self, fn: Any, recurse: bool = True) -> object:
         self.kernel.move_(fn)
         return super()._apply(fn, recurse)
 

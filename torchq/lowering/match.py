@@ -39,7 +39,7 @@ _DROPOUT = {
     "stochastic_depth": 3,
 }
 _WINDOW = ("kernel_size", "stride", "padding")
-_POOLS: dict[Any, tuple[str, ...]] = {
+_POOLS: dict[object, tuple[str, ...]] = {
     nn.MaxPool2d: (*_WINDOW, "dilation", "ceil_mode", "return_indices"),
     nn.AvgPool2d: (*_WINDOW, "ceil_mode", "count_include_pad", "divisor_override"),
     nn.AdaptiveAvgPool2d: ("output_size",),

@@ -6,8 +6,6 @@ Code around models asks the first parameter for the type and the device of input
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -17,7 +15,7 @@ from torchq.graph import floats_in
 PLACEHOLDER = "torchq_placeholder"
 
 
-def placeholder_for(model: nn.Module, example: Any) -> Tensor:
+def placeholder_for(model: nn.Module, example: object) -> Tensor:
     """Return a tensor without elements, of the type and device of the inputs of a model."""
     floats = [*floats_in(example), *floats_in(list(model.parameters()))]
     if not floats:
@@ -42,10 +40,12 @@ def carry_placeholder_(source: nn.Module, destination: nn.Module) -> None:
 
 
 def _leave_out(
-    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+    module: nn.Module, state: dict[str, object], prefix: str, metadata: object
 ) -> None:
     state.pop(prefix + PLACEHOLDER, None)
 
 
-def _add(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
+def _add(
+    module: nn.Module, state: dict[str, object], prefix: str, *args: object
+) -> None:
     state[prefix + PLACEHOLDER] = module.get_parameter(PLACEHOLDER).detach()

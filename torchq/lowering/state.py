@@ -17,7 +17,7 @@ from torchq.utils import RandomState, child_path, same_numbers, state_kept
 _COMMON = frozenset(vars(nn.Module()))
 
 
-def carried_state(model: nn.Module, example: Any) -> tuple[Any, tuple[str, ...]]:
+def carried_state(model: nn.Module, example: object) -> tuple[Any, tuple[str, ...]]:
     """Return what a call returns, and what it changes that changes the next call.
 
     These are buffers and attributes. What a call only notes, such as a cache of masks, changes no
@@ -41,7 +41,7 @@ def carried_state(model: nn.Module, example: Any) -> tuple[Any, tuple[str, ...]]
     return outcome, () if equal else tuple(changed)
 
 
-def _state(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def _state(model: nn.Module) -> Iterator[tuple[str, object]]:
     """Yield buffers and attributes of all modules by their paths, as copies."""
     for path, module in model.named_modules():
         if isinstance(module, TensorQuantizer):
@@ -60,7 +60,7 @@ def _state(model: nn.Module) -> Iterator[tuple[str, Any]]:
                 )
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: object, other: object) -> bool:
     """Return True if two values are equal, or one object; NaN equals itself."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return same_numbers(one, other)

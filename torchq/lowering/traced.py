@@ -32,7 +32,7 @@ class TracedModel(fx.GraphModule):
         type(self).__call__ = nn.Module.__call__  # type: ignore[method-assign]
         return code
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TracedModel:
+    def __deepcopy__(self, memo: dict[int, object]) -> TracedModel:
         result: TracedModel = super().__deepcopy__(memo)  # type: ignore[assignment]
         for name, value in _plain_attributes(self, result).items():
             setattr(result, name, copy.deepcopy(value, memo))
@@ -82,7 +82,7 @@ def copy_plain_attributes(source: nn.Module, destination: nn.Module) -> None:
         setattr(destination, name, value)
 
 
-def _plain_attributes(source: nn.Module, destination: nn.Module) -> dict[str, Any]:
+def _plain_attributes(source: nn.Module, destination: nn.Module) -> dict[str, object]:
     return {
         name: value
         for name, value in vars(source).items()
@@ -90,7 +90,9 @@ def _plain_attributes(source: nn.Module, destination: nn.Module) -> dict[str, An
     }
 
 
-def nth_chunk(x: Tensor, method: str, index: int, *args: Any, **kwargs: Any) -> Tensor:
+def nth_chunk(
+    x: Tensor, method: str, index: int, *args: object, **kwargs: object
+) -> Tensor:
     """Return one of the tensors that a method such as ``chunk`` or ``split`` makes of ``x``."""
     chunks: Sequence[Tensor] = getattr(x, method)(*args, **kwargs)
     return chunks[index]

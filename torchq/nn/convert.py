@@ -225,7 +225,7 @@ class QuantModule(nn.Module):
             quantizer.expect_range(weight.shape)
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any
+        self, state_dict: dict[str, object], prefix: str, *args: Any
     ) -> None:
         # Checkpoints of pytorch-quantization name the quantizers with a leading underscore.
         legacy = tuple(prefix + p for p in _LEGACY_PREFIXES)
@@ -336,7 +336,7 @@ def quantized_class(cls: type[nn.Module]) -> type[QuantModule] | None:
 class _DerivedTwin(QuantModule):
     """Mixin of the classes that are made for subclasses of registered classes."""
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         # The class has no importable name: copies and pickles look it up by its float class.
         return (
             _blank_twin,
@@ -532,7 +532,7 @@ def parametrized_like(cls: type[Any], example: type[Any]) -> type[Any]:
 
 
 def class_below(
-    bases: tuple[type[Any], ...], name: str, doc: str, **body: Any
+    bases: tuple[type[Any], ...], name: str, doc: str, **body: object
 ) -> type[Any]:
     """Return a class for modules whose ``float_class``, and module, is the last of ``bases``."""
     cls = bases[-1]

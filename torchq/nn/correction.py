@@ -148,7 +148,7 @@ class Corrected(nn.Module):
         added = [key for key in missing[before:] if key not in names]
         missing[before:] = added + lacking_keys(CORRECTION, state_dict, prefix)
 
-    def _has_other_weights(self, state_dict: dict[str, Any], prefix: str) -> bool:
+    def _has_other_weights(self, state_dict: dict[str, object], prefix: str) -> bool:
         """Return True if a state dict has another weight or bias than the layer."""
         for name, parameter in self.named_parameters(recurse=False):
             value = state_dict.get(prefix + name)

@@ -1,7 +1,5 @@
 """The numbers that users give to quantizers: ranges, scales and zero points, checked."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -11,7 +9,9 @@ from torchq.formats import PerTensor, ScaleType
 from torchq.functional import QParams
 
 
-def checked_numbers(where: str, what: str, value: Any, device: torch.device) -> Tensor:
+def checked_numbers(
+    where: str, what: str, value: object, device: torch.device
+) -> Tensor:
     """Return a copy of numbers as finite float32: >= 0, or <= 0 for those called amin."""
     expected = (
         f"expected finite numbers {'<=' if what == 'amin' else '>='} 0 that fit float32"
@@ -33,7 +33,11 @@ def checked_numbers(where: str, what: str, value: Any, device: torch.device) -> 
 
 
 def checked_qparams(
-    where: str, d: QuantDescriptor, scale: Any, zero_point: Any, device: torch.device
+    where: str,
+    d: QuantDescriptor,
+    scale: object,
+    zero_point: object,
+    device: torch.device,
 ) -> QParams:
     """Return a scale (float32) and a zero point (int32) that a quantizer can hold as they are."""
     typed = (
@@ -83,7 +87,7 @@ def checked_qparams(
     return QParams(scales, point.to(torch.int32, copy=True), d.format)
 
 
-def as_tensor(value: Any) -> Tensor:
+def as_tensor(value: object) -> Tensor:
     """Return a value as a float64 or own-dtype tensor, whatever the defaults of torch are."""
     if isinstance(value, Tensor):
         return value

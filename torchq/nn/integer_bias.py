@@ -17,7 +17,7 @@ from torchq.nn.tensor_quantizer import TensorQuantizer
 _LEAST_STEP = 2.0**-30
 
 
-def kernel_bias(layer: Any, bias: Tensor | None) -> Tensor | None:
+def kernel_bias(layer: object, bias: Tensor | None) -> Tensor | None:
     """Return the bias that a kernel adds where ``layer.bias_format`` is "int32"; else ``bias``.
 
     It is straight-through in training. Without fixed ranges there are no steps to round to.
@@ -32,7 +32,7 @@ def kernel_bias(layer: Any, bias: Tensor | None) -> Tensor | None:
     return bias + change
 
 
-def bias_steps(layer: Any, bias: Tensor | None) -> Tensor | None:
+def bias_steps(layer: object, bias: Tensor | None) -> Tensor | None:
     """Return the steps that a kernel rounds a bias to, float32 ``(channels,)`` or one number.
 
     None where it is not rounded.
@@ -77,7 +77,7 @@ def _least_step(bias: Tensor) -> Tensor:
     return (exact.abs() * _LEAST_STEP).clamp_min(1e-38)
 
 
-def is_fixed(quantizer: Any) -> bool:
+def is_fixed(quantizer: object) -> bool:
     """Return True for a quantizer that is on and whose range does not depend on the input."""
     if not isinstance(quantizer, TensorQuantizer) or not quantizer.quantizing:
         return False

@@ -67,7 +67,7 @@ class IntegerKernel:
     def __init__(self, runtime: str, result: TensorQuantizer | None = None) -> None:
         self.runtime = runtime
         self._result = None if result is None else weakref.ref(result)
-        self._numbers: dict[str, KeptNumbers[Any]] = {}
+        self._numbers: dict[str, KeptNumbers[object]] = {}
         self._arithmetic: Arithmetic | None = None
 
     @property
@@ -105,7 +105,7 @@ class IntegerKernel:
         divides = arithmetic is None or arithmetic.divides
         return grid.codes(x, by_reciprocal=not divides)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> IntegerKernel:
+    def __deepcopy__(self, memo: dict[int, object]) -> IntegerKernel:
         return type(self)(self.runtime, copy.deepcopy(self._reader, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -113,7 +113,7 @@ class IntegerKernel:
 
     def kept(
         self,
-        settings: tuple[Any, ...],
+        settings: tuple[object, ...],
         tensors: tuple[Tensor | None, ...],
         make: Any,
         place: str = "",
@@ -123,7 +123,7 @@ class IntegerKernel:
         ``place`` tells apart what a module multiplies at several places.
         """
 
-        def made() -> Any:
+        def made() -> object:
             arithmetic = self.arithmetic
             if arithmetic is None:
                 return None
@@ -494,8 +494,8 @@ def integer_call(
 
 
 def integer_projection(
-    layer: Any,
-    quantizers: tuple[Any, Any],
+    layer: object,
+    quantizers: tuple[object, object],
     operands: CallOperands,
     place: str,
 ) -> Tensor | None:
@@ -515,7 +515,7 @@ def integer_projection(
 
 def _weighted(
     module: Any,
-    quantizers: tuple[Any, Any],
+    quantizers: tuple[object, object],
     operands: CallOperands,
     multiply: Multiply,
     result: tuple[CodeGrid | None, str],
@@ -574,7 +574,7 @@ class CallOperands:
     gives_float: bool
 
 
-def _is_unwatched(quantizer: Any) -> TypeGuard[TensorQuantizer]:
+def _is_unwatched(quantizer: object) -> TypeGuard[TensorQuantizer]:
     return isinstance(quantizer, TensorQuantizer) and not _is_watched(quantizer)
 
 
@@ -660,7 +660,7 @@ class _Sums:
         return torch.equal(self._in_float64(codes, multiply), sums)
 
 
-def _conditions(codes: Tensor) -> tuple[Any, ...]:
+def _conditions(codes: Tensor) -> tuple[object, ...]:
     """Return what torch chooses a kernel by, beside the shape of the weight."""
     settings = torch.backends.mkldnn.enabled, torch.get_float32_matmul_precision()
     return codes.shape, codes.stride(), torch.get_num_threads(), *settings
@@ -867,9 +867,9 @@ class _CheckedShapes:
     """Remembers at which shapes, and under which conditions, a float32 kernel adds exactly."""
 
     def __init__(self) -> None:
-        self._is_exact: dict[Any, bool] = {}
+        self._is_exact: dict[object, bool] = {}
 
-    def get(self, key: Any) -> bool | None:
+    def get(self, key: object) -> bool | None:
         """Return whether it does; None where it was not tried."""
         return self._is_exact.get(key)
 
@@ -883,7 +883,7 @@ class _CheckedShapes:
 
 
 def _pair_of_codes(
-    layer: Any, first: Any, second: Any
+    layer: Any, first: object, second: object
 ) -> tuple[IntegerKernel, tuple[CodeGrid, ...]] | None:
     """Return the kernel of two tensors, and the grids of both and of the result."""
     kernel: IntegerKernel | None = layer.integer_kernel
@@ -1004,7 +1004,7 @@ def _looked_up(codes: Tensor, table: Tensor, of: CodeGrid) -> Tensor:
 
 
 def _one_of_codes(
-    layer: Any, x: Any
+    layer: Any, x: object
 ) -> tuple[IntegerKernel, tuple[CodeGrid, ...]] | None:
     """Return the kernel of one tensor, and the grids of it and of the result."""
     kernel: IntegerKernel | None = layer.integer_kernel
@@ -1016,7 +1016,7 @@ def _one_of_codes(
     return None if grids is None else (kernel, grids)
 
 
-def _grids(*quantizers: Any) -> tuple[CodeGrid, ...] | None:
+def _grids(*quantizers: object) -> tuple[CodeGrid, ...] | None:
     """Return the grids of quantizers; None where one has none."""
     grids = []
     for quantizer in quantizers:

@@ -24,11 +24,13 @@ class KeptNumbers(Generic[T]):
     __slots__ = ("_kept",)
 
     def __init__(self) -> None:
-        self._kept: tuple[tuple[Any, ...], tuple[Tensor | None, ...], T] | None = None
+        self._kept: tuple[tuple[object, ...], tuple[Tensor | None, ...], T] | None = (
+            None
+        )
 
     def get(
         self,
-        settings: tuple[Any, ...],
+        settings: tuple[object, ...],
         tensors: Sequence[Tensor | None],
         make: Callable[[], T],
     ) -> T:
@@ -52,14 +54,14 @@ class KeptNumbers(Generic[T]):
         self._kept = (settings, copies, made)
         return made
 
-    def __deepcopy__(self, memo: Any) -> KeptNumbers[T]:
+    def __deepcopy__(self, memo: object) -> KeptNumbers[T]:
         return type(self)()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
 
 
-def _are_same(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
+def _are_same(first: tuple[object, ...], second: tuple[object, ...]) -> bool:
     if len(first) != len(second):
         return False
     for a, b in zip(first, second, strict=True):  # noqa: SIM110 - all() takes twice the time
@@ -78,7 +80,7 @@ def _hold_same(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) 
     return True
 
 
-def are_plain_numbers(x: Any) -> bool:
+def are_plain_numbers(x: object) -> bool:
     """Return True for float32 numbers on a CPU that nothing records or differentiates now.
 
     Then a forward may compute with numbers that were kept, and read them as Python values.

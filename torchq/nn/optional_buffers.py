@@ -80,7 +80,7 @@ def is_record(key: str) -> bool:
 def follow_keys(
     module: nn.Module,
     buffers: Iterable[OptionalBuffer],
-    state_dict: dict[str, Any],
+    state_dict: dict[str, object],
     prefix: str,
     like: Tensor,
 ) -> None:
@@ -100,7 +100,7 @@ def follow_keys(
 
 
 def lacking_keys(
-    buffers: Iterable[OptionalBuffer], state_dict: Mapping[str, Any], prefix: str
+    buffers: Iterable[OptionalBuffer], state_dict: Mapping[str, object], prefix: str
 ) -> list[str]:
     """Return the keys that a state dict lacks although it has another one of their group.
 
@@ -117,7 +117,7 @@ def lacking_keys(
     return [key for key in keys if key not in state_dict]
 
 
-def _holds(value: Any, buffer: OptionalBuffer) -> bool:
+def _holds(value: object, buffer: OptionalBuffer) -> bool:
     """Return True for an entry of a state dict that a module without the buffer would not have."""
     is_empty = isinstance(value, Tensor) and not value.numel()
     return value is not None and not (is_empty and buffer.absent == "empty")

@@ -188,7 +188,7 @@ class TensorQuantizer(nn.Module):
                 return
         super().__setattr__(name, value)
 
-    def _takes_numbers(self, name: str, value: Any) -> bool:
+    def _takes_numbers(self, name: str, value: object) -> bool:
         """Return whether an end of the range gets new numbers; a learned one stays a parameter."""
         if not isinstance(value, Tensor):
             return False
@@ -516,7 +516,7 @@ class TensorQuantizer(nn.Module):
         """Return where the known range quantizes everything to 0: bool, the shape of amax."""
         return self._scaled_range().dead(self.descriptor.format)
 
-    def set_amax(self, value: Any) -> None:
+    def set_amax(self, value: object) -> None:
         """Set the range. The host waits for the device, so this is not for the hot path.
 
         A range whose scale is no normal float32 number quantizes everything to 0, with a warning.
@@ -536,7 +536,7 @@ class TensorQuantizer(nn.Module):
             )
         self._set_checked(amax=value)
 
-    def set_range(self, amin: Any, amax: Any) -> None:
+    def set_range(self, amin: object, amax: object) -> None:
         """Set both ends of an asymmetric range, of equal shapes; see :meth:`set_amax`.
 
         Args:
@@ -553,7 +553,7 @@ class TensorQuantizer(nn.Module):
             )
         self._set_checked(amax=amax, amin=amin)
 
-    def _set_checked(self, **ends: Any) -> None:
+    def _set_checked(self, **ends: object) -> None:
         """Set the range to ends by name; where a scale is too small, a warning says so."""
         with torch.inference_mode(False), torch.no_grad():
             device = self.amax.device
@@ -582,7 +582,7 @@ class TensorQuantizer(nn.Module):
                 )
             self.range = new
 
-    def set_qparams(self, scale: Any, zero_point: Any = None) -> None:
+    def set_qparams(self, scale: object, zero_point: object = None) -> None:
         """Hold a scale and a zero point as they are, such as those of a checkpoint of others.
 
         ``amax`` and ``amin`` become the values of the outermost codes. Setting the range, or a new
@@ -669,7 +669,9 @@ class TensorQuantizer(nn.Module):
         except CalibrationError as error:
             raise CalibrationError(f"{self._label}: {error}") from None
 
-    def _make_calibrator(self, method: str | None = None, **options: Any) -> Calibrator:
+    def _make_calibrator(
+        self, method: str | None = None, **options: object
+    ) -> Calibrator:
         d = self.given_descriptor if self._chooses_sign else self.descriptor
         if method in (None, d.calib_method):
             options = {**dict(d.calib_options), **options}
@@ -700,7 +702,7 @@ class TensorQuantizer(nn.Module):
             return None
         return SEARCHES.get(method or d.calib_method)
 
-    def start_calibration(self, method: str | None = None, **options: Any) -> None:
+    def start_calibration(self, method: str | None = None, **options: object) -> None:
         """Observe from now on, with a fresh calibrator; ``method`` None is the descriptor's."""
         self.calibrator = self._make_calibrator(method, **options)
         self.observing = True
@@ -829,7 +831,7 @@ class TensorQuantizer(nn.Module):
     def _chooses_sign(self) -> bool:
         return "unsigned" in self._buffers and not self.keeps_sign
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> object:
         # .half() must not round the range: only the device of the result is taken over.
         held = ["held_scale"] if "held_scale" in self._buffers else []
         before = {name: getattr(self, name).detach() for name in (*self._ends, *held)}

@@ -138,7 +138,7 @@ class DumpReport:
 
 
 def expected_codes(
-    model: nn.Module, batches: Sequence[Any], path: str | os.PathLike[str]
+    model: nn.Module, batches: Sequence[object], path: str | os.PathLike[str]
 ) -> Path:
     """Write the codes that a model computes, and its inputs: a file to carry to a device.
 
@@ -166,7 +166,7 @@ def expected_codes(
         )
     model = network_of(model)
     check_batches("expected_codes", batches, None)
-    arrays: dict[str, Any] = {}
+    arrays: dict[str, object] = {}
     for number, batch in enumerate(kept_batches("expected_codes", batches)):
         inputs = nested_tensors(model, *call_arguments(model, batch))
         for name, tensor in inputs.items():
@@ -183,7 +183,7 @@ def expected_codes(
 def verify_dump(
     model: nn.Module,
     dumps: Dumps,
-    batch: Any,
+    batch: object,
     *,
     file: str | os.PathLike[str] | None = None,
     layout: Layout = "NCHW",
@@ -259,7 +259,7 @@ class _Codes:
     zero_point: Tensor
 
 
-def _codes_of(model: nn.Module, batch: Any, where: str) -> dict[str, _Codes]:
+def _codes_of(model: nn.Module, batch: object, where: str) -> dict[str, _Codes]:
     """Return the codes of each call of a quantizer of an activation, by name and in order."""
     of_weights = weight_quantizers(model)
     watched = {
@@ -280,7 +280,7 @@ def _codes_of(model: nn.Module, batch: Any, where: str) -> dict[str, _Codes]:
             )
     codes_by_name: dict[str, _Codes] = {}
 
-    def note(path: str, args: Any, kwargs: Any, output: Any) -> None:
+    def note(path: str, args: Any, kwargs: object, output: object) -> None:
         quantizer = watched[path]
         x = args[0]
         x = quantizer.scaled(x)
@@ -300,7 +300,7 @@ def _codes_of(model: nn.Module, batch: Any, where: str) -> dict[str, _Codes]:
     return codes_by_name
 
 
-def _read(dumps: Dumps) -> dict[str, Any]:
+def _read(dumps: Dumps) -> dict[str, object]:
     """Return what a device wrote, as arrays by name; bytes of raw files."""
     numpy = import_optional("numpy", _WHERE)
     if isinstance(dumps, Mapping):
@@ -323,13 +323,13 @@ def _read(dumps: Dumps) -> dict[str, Any]:
         ) from error
 
 
-def _array(tensor: Tensor) -> Any:
+def _array(tensor: Tensor) -> object:
     """Return a tensor as an array; NumPy has no bfloat16."""
     tensor = tensor.detach().cpu()
     return (tensor.double() if tensor.is_floating_point() else tensor).numpy()
 
 
-def _read_folder(numpy: Any, folder: Path) -> Iterator[tuple[str, Any]]:
+def _read_folder(numpy: Any, folder: Path) -> Iterator[tuple[str, object]]:
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder).with_suffix(""))
         if path.suffix == ".npy":
@@ -352,7 +352,7 @@ def _names_in(file: Path) -> dict[str, tuple[str, ...]]:
 def _source(
     name: str,
     others: Sequence[str],
-    arrays: Mapping[str, Any],
+    arrays: Mapping[str, object],
     by_written_name: Mapping[str, str],
 ) -> str | None:
     """Return the name in a dump of a quantizer's tensor."""

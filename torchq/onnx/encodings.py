@@ -239,7 +239,7 @@ def _equal(first: QParams, second: QParams) -> bool:
 # --- the entries of versions --------------------------------------------------------------------
 
 
-def _entry_1(name: str, q: QParams) -> dict[str, Any]:
+def _entry_1(name: str, q: QParams) -> dict[str, object]:
     scale = q.scale.flatten()
     point = q.zero_point.flatten().expand(q.scale.numel())
     kind = "PER_BLOCK" if q.block else "PER_CHANNEL" if q.scale.dim() else "PER_TENSOR"
@@ -255,7 +255,7 @@ def _entry_1(name: str, q: QParams) -> dict[str, Any]:
     return entry | ({"block_size": q.block} if q.block else {})
 
 
-def _entry_2(name: str, q: QParams) -> dict[str, Any]:
+def _entry_2(name: str, q: QParams) -> dict[str, object]:
     entry: dict[str, Any] = {
         "name": name,
         "output_dtype": q.format.name,
@@ -273,7 +273,7 @@ _ENTRIES = {"1.0.0": _entry_1, "2.0.0": _entry_2}
 
 def _document(
     version: str, activations: list[Any], parameters: list[Any]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     if version == "2.0.0":
         return {"version": version, "encodings": [*activations, *parameters]}
     return {
@@ -393,7 +393,7 @@ def _hold(
 
 
 def _entries(
-    data: dict[str, Any], keys: tuple[str, ...], where: str
+    data: dict[str, object], keys: tuple[str, ...], where: str
 ) -> Iterator[dict[str, Any]]:
     for key in keys:
         entries = data.get(key, [])

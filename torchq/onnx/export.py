@@ -518,7 +518,7 @@ def _known_outputs(model: nn.Module) -> Iterator[list[str]]:
         dropped.add(qualified_name(type(value)))
         return None
 
-    def noted(module: nn.Module, args: Any, out: Any) -> Any:
+    def noted(module: nn.Module, args: object, out: object) -> Any:
         result = known(out)
         names[:] = output_names_in(result)
         return result

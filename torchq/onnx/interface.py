@@ -234,12 +234,12 @@ class ExampleCall:
         return {self._in_file[name]: dims for name, dims in self.open.items() if dims}
 
 
-def _copied(value: object) -> Any:
+def _copied(value: object) -> object:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def named_tensors(
-    model: nn.Module, args: Sequence[object], kwargs: Mapping[str, Any]
+    model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> dict[str, Tensor]:
     """Return the tensors among the arguments of a call, by the names that they have in a file."""
     named = zip(argument_names(model, len(args)), args, strict=True)
@@ -249,7 +249,7 @@ def named_tensors(
 
 
 def nested_tensors(
-    model: nn.Module, args: Sequence[object], kwargs: Mapping[str, Any]
+    model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> dict[str, Tensor]:
     """Return the tensors of a call with those inside its containers, in the order of a file.
 

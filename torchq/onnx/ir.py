@@ -311,7 +311,7 @@ def add_node(
     op_type: str,
     inputs: list[Value | None],
     name: str,
-    attributes: Mapping[str, Any] | None = None,
+    attributes: Mapping[str, object] | None = None,
 ) -> Value:
     """Insert a node with one output behind another node."""
     name = fresh_name(after.graph, name)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from torchq.graph import call_arguments, map_tensors
@@ -50,7 +48,7 @@ def problem_with_half(
     tensors = named_tensors(model, args, kwargs)
     halves = {id(tensors[name]): _half(tensors[name]) for name in lengths}
 
-    def shortened(value: Any) -> Any:
+    def shortened(value: object) -> object:
         return map_tensors(value, lambda tensor: halves.get(id(tensor), tensor))
 
     shorter = shortened(kwargs) if kwargs else shortened(args)

@@ -135,8 +135,8 @@ class _Watch(TorchFunctionMode):
         return lost.by_dynamo if self._dynamo else lost.by_torchscript
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> object:
         kwargs = kwargs or {}
         lost = _LOST.get(function_name(func).rstrip("_"))
         if lost is not None and self._leaves_out(lost):

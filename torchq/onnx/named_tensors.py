@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -137,7 +136,7 @@ class _Named(fx.Interpreter):
         super().__init__(model)
         self._seen: dict[int, tuple[Tensor, list[str]]] = {}
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> object:
         """Run a node, and note the names of its result."""
         result = super().run_node(n)
         # Kept alive, so that no other tensor gets its id.

@@ -74,7 +74,7 @@ def _small_numbers_as_inputs(model: Model) -> Iterator[None]:
                 graph.register_initializer(value)
 
 
-def _small_numbers(graph: Graph) -> list[tuple[Node, int, Any]]:
+def _small_numbers(graph: Graph) -> list[tuple[Node, int, object]]:
     """Return the stored numbers that are nearly what changes nothing, with node and place."""
     numbers = []
     for node in onnx_ir.traversal.RecursiveGraphIterator(graph):
@@ -94,7 +94,7 @@ def _nearly(number: Any, neutral: float) -> bool:
     return close and value != neutral
 
 
-def _hide(graph: Graph, node: Node, place: int, number: Any) -> tuple[Value, Any]:
+def _hide(graph: Graph, node: Node, place: int, number: Any) -> tuple[Value, object]:
     """Let a node read a new input of the graph in the place of a stored number."""
     value = onnx_ir.Value(
         name=f"small_number_of_{node.outputs[0].name}_{place}",
@@ -189,7 +189,7 @@ def _check_lengths(program: torch.export.ExportedProgram | None) -> None:
                     )
 
 
-def _dynamic_shapes(call: ExampleCall) -> dict[str, Any] | None:
+def _dynamic_shapes(call: ExampleCall) -> dict[str, object] | None:
     """Return the open dimensions in the form of ``torch.export``; None where all are fixed."""
     names = argument_names(call.model, len(call.args))
     shapes: dict[str, Any] = {

@@ -100,7 +100,7 @@ class AdaRoundReport:
 
 def adaround_(
     model: nn.Module,
-    batches: Iterable[Any],
+    batches: Iterable[object],
     *,
     block: Pattern | Sequence[Pattern] | None = None,
     steps: int = 500,
@@ -380,7 +380,7 @@ def _biases_learned(biases: list[nn.Parameter]) -> Iterator[None]:
             bias.grad = grad
 
 
-def _output_error(out: Any, target: Any) -> Tensor:
+def _output_error(out: object, target: object) -> Tensor:
     """Return the squared error, summed over channels and averaged over everything else."""
     total = torch.zeros((), device="cpu")
     for o, t in zip(tensors_in(out), tensors_in(target), strict=True):

@@ -27,7 +27,7 @@ class _Shown:
     def __init__(self, batches: list[Any], enabled: bool) -> None:
         self._batches, self._enabled = batches, enabled
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         yield from progress_bar(
             self._batches, description="correct_bias_", enabled=self._enabled
         )
@@ -35,7 +35,7 @@ class _Shown:
 
 def correct_bias_(
     model: nn.Module,
-    batches: Iterable[Any],
+    batches: Iterable[object],
     *,
     gains: bool | None = None,
     num_batches: int | None = None,

@@ -96,7 +96,7 @@ class EqualizeReport:
 
 def equalize_(
     model: nn.Module,
-    example: Any,
+    example: object,
     *,
     tolerance: float | None = None,
 ) -> EqualizeReport:
@@ -170,8 +170,8 @@ class _Pair:
     """Two layers, and their paths."""
 
     names: tuple[str, str]
-    first: Any
-    second: Any
+    first: object
+    second: object
 
 
 def _find_pairs(model: nn.Module, flow: Flow) -> tuple[list[_Pair], dict[str, str]]:

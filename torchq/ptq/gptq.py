@@ -109,7 +109,7 @@ class GPTQReport:
 
 def gptq_(
     model: nn.Module,
-    batches: Iterable[Any],
+    batches: Iterable[object],
     *,
     block: Pattern | Sequence[Pattern] | None = None,
     num_batches: int | None = None,
@@ -504,7 +504,7 @@ def round_with_best_ranges(
 
 
 def _best_of_candidates(
-    layer: Any,
+    layer: object,
     weight: Tensor,
     h: Tensor,
     solved: list[Elimination],
@@ -542,7 +542,7 @@ def _best_of_candidates(
 
 
 def _refit(
-    layer: Any, weight: Tensor, h: Tensor, amax: Tensor, q: Tensor
+    layer: object, weight: Tensor, h: Tensor, amax: Tensor, q: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return better ranges for the codes of ``q``, and better codes for these ranges."""
     grid = grid_of(layer, amax)

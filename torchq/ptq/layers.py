@@ -71,7 +71,7 @@ def find_layers(
 
 
 def check_found(
-    where: str, found: Any, skipped: Mapping[str, str], expected: str
+    where: str, found: object, skipped: Mapping[str, str], expected: str
 ) -> None:
     """Raise an error with the reasons for other layers if no layer was found."""
     if not found:
@@ -224,7 +224,7 @@ def grid_of(layer: Any, amax: Tensor | None = None) -> Grid:
     return Grid(whole[0], whole[1], d.format)
 
 
-def check_on_grid(where: str, name: str, layer: Any, weight: Tensor) -> None:
+def check_on_grid(where: str, name: str, layer: object, weight: Tensor) -> None:
     """Raise an error unless the quantizer of ``layer`` returns ``weight`` bit for bit."""
     if not torch.equal(weight_quantizer(layer)(weight), weight):
         raise QuantizationError(
@@ -282,7 +282,7 @@ def change_checked(
 
 
 def float_outputs(
-    model: nn.Module, batch: Any, forward: Forward | None = None
+    model: nn.Module, batch: object, forward: Forward | None = None
 ) -> list[Tensor]:
     """Return the floating-point outputs of a model, in float64; it keeps its state."""
     with state_kept(model):

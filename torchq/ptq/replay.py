@@ -107,7 +107,7 @@ def _count(name: str, layers: Iterable[str]) -> int:
 
 
 def _chosen(
-    model: nn.Module, layers: dict[str, Any], patterns: Pattern | Sequence[Pattern]
+    model: nn.Module, layers: dict[str, object], patterns: Pattern | Sequence[Pattern]
 ) -> dict[str, nn.Module]:
     """Return the outermost modules with layers that the patterns select."""
     single = isinstance(patterns, (str, type)) or callable(patterns)
@@ -136,7 +136,7 @@ def _chosen(
 def _split(
     module: nn.Module,
     name: str,
-    layers: dict[str, Any],
+    layers: dict[str, object],
     calls: Calls,
     found: dict[str, nn.Module],
     *,
@@ -157,7 +157,9 @@ def _split(
         _split(child, path, layers, calls, found, inside_chain=is_chain)
 
 
-def _holds_list_of_blocks(module: nn.Module, name: str, layers: dict[str, Any]) -> bool:
+def _holds_list_of_blocks(
+    module: nn.Module, name: str, layers: dict[str, object]
+) -> bool:
     """Return True if a list below ``module`` has two children or more with two layers each."""
     for path, part in module.named_modules(prefix=name):
         if isinstance(part, _LISTS):
@@ -170,7 +172,9 @@ def _holds_list_of_blocks(module: nn.Module, name: str, layers: dict[str, Any]) 
 
 
 @contextmanager
-def replaced_forward(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
+def replaced_forward(
+    module: nn.Module, function: Callable[..., object]
+) -> Iterator[None]:
     """Call ``function`` in place of the forward of ``module``."""
     own_forward = vars(module).get("forward")
     vars(module)["forward"] = function
@@ -199,15 +203,15 @@ class _AdditionWatch(TorchFunctionMode):
     def __torch_function__(
         self,
         func: Any,
-        types: Any,
+        types: object,
         args: Any = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    ) -> object:
         if getattr(func, "__name__", "") in _ADDITIONS and not kwargs:
             self.look(args)
         return func(*args, **(kwargs or {}))
 
-    def look(self, operands: Any, *_: Any) -> None:
+    def look(self, operands: Any, *_: object) -> None:
         """Report an addition of these operands if one of them is watched."""
         if len(operands) != 2 or not all(isinstance(o, Tensor) for o in operands):
             return
@@ -220,7 +224,7 @@ class _AdditionWatch(TorchFunctionMode):
                 self._report(self.watched.pop(id(one))[0], other)
 
 
-def copied(value: Any) -> Any:
+def copied(value: object) -> Any:
     """Return a copy of what was kept of a run, for a block that may write to it.
 
     Also caches and the like are copied, but no functions.
@@ -280,7 +284,7 @@ class Replay:
 
     def treat(
         self,
-        found: tuple[dict[str, Any], dict[str, str]],
+        found: tuple[dict[str, object], dict[str, str]],
         patterns: Patterns,
         treat: Callable[[int, Block], None],
         done: Collection[str],
@@ -317,7 +321,7 @@ class Replay:
         calls: Calls = {}
         places = count()
 
-        def note(module: nn.Module, *_: Any) -> None:
+        def note(module: nn.Module, *_: object) -> None:
             calls.setdefault(id(module), []).append(next(places))
 
         watched = [(module, partial(note, module)) for module in self.model.modules()]
@@ -409,7 +413,7 @@ class Replay:
         def enter(name: str, args: Any, kwargs: Any, _: None) -> None:
             note("inputs", name, first_input(args, kwargs))
 
-        def leave(name: str, args: Any, kwargs: Any, out: Tensor) -> None:
+        def leave(name: str, args: object, kwargs: object, out: Tensor) -> None:
             note("outputs", name, out)
             additions.watched[id(out)] = name, out
 
@@ -434,7 +438,7 @@ class Replay:
         """Return what block ``number`` of the quantized model is called with."""
         arguments: list[Any] = []
 
-        def enter(args: Any, kwargs: Any, _: None) -> None:
+        def enter(args: object, kwargs: object, _: None) -> None:
             arguments.append(map_tensors((args, kwargs), _cloned))
             raise _Stop
 
@@ -452,13 +456,13 @@ class Replay:
     def _replayed(self, number: int, index: int, kind: Kind) -> Iterator[None]:
         """Replace the forwards of all blocks but one, whose output is kept."""
 
-        def keep(args: Any, kwargs: Any, out: Any) -> None:
+        def keep(args: object, kwargs: object, out: object) -> None:
             self.outputs[kind, number, index] = map_tensors(out, _cloned)
 
-        def stop(*args: Any, **kwargs: Any) -> Any:
+        def stop(*args: object, **kwargs: object) -> object:
             raise _Stop
 
-        def kept(other: int, *args: Any, **kwargs: Any) -> Any:
+        def kept(other: int, *args: object, **kwargs: object) -> object:
             return copied(self.outputs[kind, other, index])
 
         with ExitStack() as stack:

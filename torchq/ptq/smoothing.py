@@ -110,7 +110,7 @@ class SmoothReport:
 
 def smooth_(
     model: nn.Module,
-    batches: Iterable[Any],
+    batches: Iterable[object],
     *,
     alpha: float | Literal["auto"] = "auto",
     behind: Literal["norms", "anything"] = "norms",
@@ -217,7 +217,7 @@ class _Group:
 
 
 def _find_groups(
-    model: nn.Module, example: Any, by_quantizers: bool
+    model: nn.Module, example: object, by_quantizers: bool
 ) -> tuple[list[_Group], dict[str, str]]:
     """Return the groups in running order, and the layers that cannot be treated.
 
@@ -306,7 +306,7 @@ class _Inputs:
 def _observe_inputs(
     model: nn.Module,
     groups: list[_Group],
-    batches: list[Any],
+    batches: list[object],
     forward: Forward | None,
     progress: bool,
 ) -> dict[str, _Inputs]:

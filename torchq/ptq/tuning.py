@@ -116,7 +116,7 @@ class TunedConfig:
                 )
 
     def apply_(
-        self, model: nn.Module, batches: Sequence[Any], *, progress: bool = False
+        self, model: nn.Module, batches: Sequence[object], *, progress: bool = False
     ) -> CalibrationReport:
         """Quantize ``model`` in place; inputs of layers that no batch reaches stay float, as said.
 
@@ -439,7 +439,7 @@ SETTINGS: Sequence[tuple[str, str, Change]] = (
 
 def tune(
     model: nn.Module,
-    batches: Iterable[Any],
+    batches: Iterable[object],
     metric: Metric | Detections | Literal["detections"],
     *,
     max_drop: float,
@@ -599,7 +599,9 @@ def _float_result(
     return TuneResult(model, start, code, *figures, kept, (trial,))
 
 
-def _found_metric(metric: Any, model: nn.Module, batches: Sequence[Any]) -> Metric:
+def _found_metric(
+    metric: object, model: nn.Module, batches: Sequence[object]
+) -> Metric:
     """Return what is called with each quantized model."""
     chosen = user_metric("tune", metric)
     if isinstance(chosen, Detections):

@@ -124,7 +124,7 @@ class Distillation:
         self.temperature, self.dim = temperature, dim
         self._logits = logits
         self._handle: RemovableHandle | None = None
-        self._call: tuple[tuple[Any, ...], dict[str, Any], Any] | None = None
+        self._call: tuple[tuple[object, ...], dict[str, object], object] | None = None
 
     def __enter__(self) -> Distillation:
         """Watch the calls of the model."""
@@ -143,7 +143,7 @@ class Distillation:
         self,
         module: nn.Module,
         args: tuple[object, ...],
-        kwargs: dict[str, Any],
+        kwargs: dict[str, object],
         output: object,
     ) -> None:
         self._call = args, kwargs, output

@@ -243,9 +243,9 @@ class _Batches:
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches = batches
-        self._first: list[Any] = []
+        self._first: list[object] = []
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         """Yield the batches that are kept, then those that were not read yet."""
         yield from list(self._first)
         for batch in self._batches:
@@ -254,7 +254,7 @@ class _Batches:
             yield batch
 
 
-def _with_first(loader: Iterable[object]) -> tuple[Any, Iterable[Any]]:
+def _with_first(loader: Iterable[object]) -> tuple[object, Iterable[object]]:
     """Return the first batch, and all batches including it, whatever kind of iterable."""
     batches = iter(loader)
     try:

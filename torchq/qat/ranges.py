@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -103,7 +102,7 @@ def _learned(path: str, quantizer: TensorQuantizer, method: str) -> QuantDescrip
         raise ConfigError(
             f"{path}: got method 'pact' for a quantizer with a delegate; expected one without"
         )
-    changes: dict[str, Any] = {"symmetric": False} if method == "lsq+" else {}
+    changes: dict[str, object] = {"symmetric": False} if method == "lsq+" else {}
     try:
         return quantizer.descriptor.replace(
             learn_amax=True, scale_range_grad=True, **changes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from torch import nn
 
@@ -32,10 +31,10 @@ _FASTEST = "fastest"
 
 def deploy(
     model: nn.Module,
-    example: Any = None,
+    example: object = None,
     *,
     target: str | Runtime | None = None,
-    batches: Iterable[Any] | None = None,
+    batches: Iterable[object] | None = None,
     check: bool = True,
     progress: bool = True,
 ) -> nn.Module:
@@ -134,7 +133,7 @@ def deploy(
     return result
 
 
-def _engine(model: nn.Module, example: Any, target: str | Runtime | None) -> Engine:
+def _engine(model: nn.Module, example: object, target: str | Runtime | None) -> Engine:
     """Return the runtime that runs a model here: the wanted one, or else the one of its plan."""
     if target is None:
         planned = planned_runtime(model)
@@ -152,7 +151,7 @@ def _engine(model: nn.Module, example: Any, target: str | Runtime | None) -> Eng
     return runtime
 
 
-def _require_example(name: str, example: Any) -> None:
+def _require_example(name: str, example: object) -> None:
     """Raise an error where a runtime other than "torch" has no example to trace a graph with."""
     if example is None:
         raise ConfigError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -61,7 +60,7 @@ class Speed:
 
 
 def speed(
-    model: nn.Module, example: Any, time: Callable[[Path], float] | None = None
+    model: nn.Module, example: object, time: Callable[[Path], float] | None = None
 ) -> Speed:
     """Time a calibrated model on its runtime, and the float model beside it.
 
@@ -83,7 +82,7 @@ def speed(
     return Speed(timer.runtime.name, before, after, sizes, call_in_words(example))
 
 
-def speed_line(model: nn.Module, example: Any) -> str:
+def speed_line(model: nn.Module, example: object) -> str:
     """Return :func:`speed` as a line for a report.
 
     It is "" where the runtime of the model is not here, and says why where it cannot run the model.

@@ -102,7 +102,7 @@ class NodeCall:
             return None
         return self.graph_module.get_submodule(str(self.node.target))
 
-    def argument(self, index: int, name: str, default: Any = None) -> Any:
+    def argument(self, index: int, name: str, default: object = None) -> Any:
         """Return an argument of the node as the graph has it: a node or a constant.
 
         Args:
@@ -394,7 +394,7 @@ def shift_leaky_relu(shift: int = 3) -> Backend:
     if type(shift) is not int or not 1 <= shift <= 15:
         raise ConfigError(f"shift_leaky_relu: got shift={shift!r}; expected 1 to 15")
 
-    def handler(call: NodeCall, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def handler(call: NodeCall, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         quantizer = call.quantizer_of(0)
         if quantizer is None or quantizer.amax.numel() != 1:
             return call.default(x, *args, **kwargs)
@@ -411,7 +411,7 @@ def integer_average_pooling() -> Backend:
     input is quantized to integers are treated, with one range for the tensor.
     """
 
-    def handler(call: NodeCall, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def handler(call: NodeCall, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         quantizer = call.quantizer_of(0)
         if quantizer is None or quantizer.amax.numel() != 1:
             return call.default(x, *args, **kwargs)
@@ -473,7 +473,7 @@ def _layer(call: NodeCall, *args: Any, **kwargs: Any) -> Tensor:
     return _scaled(call, sums, scales.view(channels)).to(x.dtype)
 
 
-def _add(call: NodeCall, *args: Any, **kwargs: Any) -> Tensor:
+def _add(call: NodeCall, *args: Any, **kwargs: object) -> Tensor:
     """Return a sum of two quantized tensors in the codes of the next quantizer.
 
     Reference: ``AddElementwise`` of TensorFlow Lite (kernels/internal/reference/add.h).

@@ -45,7 +45,7 @@ class Task:
         self.model, self.example, self.progress = model, example, progress
         self.batches = batches
         self.compares = compares and example is not None
-        self._graphs: dict[Any, tuple[Tensor, GraphInterface] | ExportError] = {}
+        self._graphs: dict[object, tuple[Tensor, GraphInterface] | ExportError] = {}
         self._probes: dict[tuple[int, bool], list[ReferenceCheck]] = {}
 
     @cached_property
@@ -54,7 +54,7 @@ class Task:
         return self._first_call[0]
 
     @cached_property
-    def _first_call(self) -> tuple[Any, tuple[str, ...]]:
+    def _first_call(self) -> tuple[object, tuple[str, ...]]:
         """The results of the simulation for the example, and the state that it leaves behind."""
         return carried_state(self.model, self.example)
 
@@ -137,7 +137,7 @@ class Task:
                     log.debug("the model does not run on other lengths: %s", error)
         return self._probes[key, quantized]
 
-    def _outcome(self, model: nn.Module) -> Any:
+    def _outcome(self, model: nn.Module) -> object:
         return self.outcome if model is self.model else call_once(model, self.example)
 
     def graph(

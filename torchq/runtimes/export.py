@@ -53,7 +53,7 @@ class OpenLengths:
     others: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
-def lengths_to_try(model: nn.Module, example: Any) -> tuple[OpenLengths, ...]:
+def lengths_to_try(model: nn.Module, example: object) -> tuple[OpenLengths, ...]:
     """Return sets of lengths that could stay open, the largest first.
 
     A length may be open if the model itself runs where it is doubled: in all dimensions of the
@@ -76,7 +76,7 @@ def lengths_to_try(model: nn.Module, example: Any) -> tuple[OpenLengths, ...]:
     return (OpenLengths(others=open_dims), *smaller) if open_dims else smaller
 
 
-def probes(model: nn.Module, example: Any, lengths: OpenLengths) -> Iterator[Any]:
+def probes(model: nn.Module, example: object, lengths: OpenLengths) -> Iterator[Any]:
     """Yield examples with other lengths where ``lengths`` says open; the model may refuse them."""
     if lengths.others:
         yield _resized(model, example, 1, lengths.others)
@@ -86,12 +86,12 @@ def probes(model: nn.Module, example: Any, lengths: OpenLengths) -> Iterator[Any
         yield _resized(model, example, 2 if rows == 3 else 3)
 
 
-def tensor_shapes(model: nn.Module, example: Any) -> Shapes:
+def tensor_shapes(model: nn.Module, example: object) -> Shapes:
     """Return the shape of each tensor of an example, by the name of its argument."""
     return tuple((name, tuple(t.shape)) for name, t in _tensors(model, example).items())
 
 
-def _tensors(model: nn.Module, example: Any) -> dict[str, Tensor]:
+def _tensors(model: nn.Module, example: object) -> dict[str, Tensor]:
     _, values = example_arguments(model, example)
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
@@ -103,10 +103,10 @@ def _rows(tensors: Mapping[str, Tensor]) -> int:
 
 def _resized(
     model: nn.Module,
-    example: Any,
+    example: object,
     count: int,
     places: Mapping[str, tuple[int, ...]] | None = None,
-) -> Any:
+) -> object:
     """Return an example with so many rows, repeated or cut, and twice as long in some places."""
     new = _tensors(model, example)
     rows = _rows(new)
@@ -122,7 +122,7 @@ def _resized(
     return tuple(new.get(name, arg) for name, arg in zip(names, args, strict=True))
 
 
-def _runs(model: nn.Module, example: Any) -> bool:
+def _runs(model: nn.Module, example: object) -> bool:
     try:
         with torch.no_grad():
             call_model(model, example)
@@ -134,8 +134,8 @@ def _runs(model: nn.Module, example: Any) -> bool:
 
 def export_graph(
     model: nn.Module,
-    example: Any,
-    outcome: Any,
+    example: object,
+    outcome: object,
     *,
     target: Runtime | None,
     dynamo: bool,
@@ -255,7 +255,7 @@ def _no_output() -> Iterator[None]:
 
 
 def _interface(
-    model: nn.Module, example: Any, path: Path, structure: Any
+    model: nn.Module, example: object, path: Path, structure: Any
 ) -> GraphInterface:
     parameters, values = example_arguments(model, example)
     graph = load_model(path, check=False).graph

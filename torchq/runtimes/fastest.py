@@ -128,7 +128,9 @@ def _built(engine: Engine, task: Task) -> tuple[nn.Module, list[str]]:
     return module, [str(w.message) for w in caught if w.category is UserWarning]
 
 
-def _medians(modules: Mapping[Engine, nn.Module], example: Any) -> dict[Engine, float]:
+def _medians(
+    modules: Mapping[Engine, nn.Module], example: object
+) -> dict[Engine, float]:
     """Return the median of the seconds that each candidate takes for an example.
 
     Of one thread on the CPU they are the processor's, of which other programs take none.

@@ -48,7 +48,7 @@ class _Forward:
         self._module = module
         self.__signature__ = module.interface.signature.parameters
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return self._module.run(args, kwargs)
 
 
@@ -98,11 +98,13 @@ class EngineModule(nn.Module):
         del state["_opened"], state["_lock"]
         return state
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         self._reset()
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, *args: object
+    ) -> None:
         loaded = state_dict.get(f"{prefix}graph")
         if loaded is not None and loaded.shape != self.graph.shape:
             self.graph = torch.empty_like(loaded, device=self.graph.device)
@@ -124,7 +126,7 @@ class EngineModule(nn.Module):
         """
         return _Forward(self)
 
-    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def run(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:
         """Return the results of a call with the arguments of the original model."""
         feeds = self.interface.signature.bind(args, kwargs, _CPU)
         feeds = {name: value.detach().contiguous() for name, value in feeds.items()}

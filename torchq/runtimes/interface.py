@@ -39,7 +39,7 @@ class GraphInput:
     dtype: torch.dtype
     shape: tuple[int | None, ...]
 
-    def problem(self, value: Any, device: torch.device) -> str:
+    def problem(self, value: object, device: torch.device) -> str:
         """Return what is wrong with an argument; an empty string if it fits."""
         if not isinstance(value, Tensor):
             return f"got a {type(value).__name__}; expected a tensor"
@@ -83,7 +83,7 @@ class CallSignature:
     model: str
     parameters: inspect.Signature
     inputs: tuple[GraphInput, ...]
-    constants: dict[str, Any] = field(default_factory=dict)
+    constants: dict[str, object] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
 
     def bind(
@@ -123,7 +123,7 @@ class CallSignature:
         return names if is_plain and not needs_others and not self.constants else ()
 
     def _arguments(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> dict[str, Any]:
         """Return every argument of a call by its name."""
         try:
@@ -138,14 +138,14 @@ class CallSignature:
             values[name] = self._default(name)
         return values
 
-    def _default(self, name: str) -> Any:
+    def _default(self, name: str) -> object:
         """Return the default of a parameter; None where it has none."""
         parameter = self.parameters.parameters.get(name)
         if parameter is None or parameter.default is _EMPTY:
             return None
         return parameter.default
 
-    def _require_constant(self, name: str, value: Any) -> None:
+    def _require_constant(self, name: str, value: object) -> None:
         """Raise an error unless an argument has the value that is built into the graph."""
         built_in = self.constants.get(name, self._default(name))
         if value is built_in or (
@@ -176,7 +176,7 @@ def argument_values(bound: inspect.BoundArguments) -> dict[str, Any]:
 
 
 def example_arguments(
-    model: nn.Module, example: Any
+    model: nn.Module, example: object
 ) -> tuple[inspect.Signature, dict[str, Any]]:
     """Return the signature of a model without annotations, and the arguments of an example."""
     args, kwargs = call_arguments(model, example)
@@ -221,14 +221,14 @@ class Structure:
     """
 
     spec: pytree.TreeSpec
-    leaves: tuple[Any, ...]
+    leaves: tuple[object, ...]
 
     def rebuild(self, tensors: Sequence[Tensor]) -> Any:
         """Return the results with these tensors in the places."""
         leaves = [tensors[x.index] if isinstance(x, _Place) else x for x in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
 
-    def tensors_of(self, value: Any) -> list[Tensor]:
+    def tensors_of(self, value: object) -> list[Tensor]:
         """Return the tensors of other results of this structure, each once.
 
         What was a constant is left out: tracing makes tensors of sizes.
@@ -247,7 +247,7 @@ class _Place:
     index: int
 
 
-def flatten(value: Any) -> tuple[list[Tensor], Structure]:
+def flatten(value: object) -> tuple[list[Tensor], Structure]:
     """Return the tensors in the results of a model, each once, and their structure."""
     tensors: dict[int, Tensor] = {}
     places: dict[int, _Place] = {}

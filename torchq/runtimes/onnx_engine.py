@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +43,7 @@ def file_of(graph: bytes) -> Iterator[Path]:
 
 
 def runs_as_written(
-    module: EngineModule, example: Any, most: float = EQUAL_RESULTS
+    module: EngineModule, example: object, most: float = EQUAL_RESULTS
 ) -> bool:
     """Return True if an engine returns what its file does, run node by node.
 
@@ -237,7 +236,9 @@ def _attempts(lengths: tuple[OpenLengths, ...]) -> Iterator[tuple[bool, OpenLeng
         yield dynamo, lengths[-1]
 
 
-def _file_agrees(module: EngineModule, task: Task, example: Any) -> tuple[bool, bool]:
+def _file_agrees(
+    module: EngineModule, task: Task, example: object
+) -> tuple[bool, bool]:
     """Return whether every layer of the file computes what the simulation does for an example.
 
     And whether these are the layers as the engine has optimised them. Codes may be off by one: a

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchq.graph import call_arguments, map_tensors
 
 
-def other_inputs(model: nn.Module, example: Any) -> Iterator[Any]:
+def other_inputs(model: nn.Module, example: object) -> Iterator[Any]:
     """Yield examples of the same shapes and other values, those most unlike the example first.
 
     Whole numbers, such as indices of tokens, change places or stay: others may be out of bounds.

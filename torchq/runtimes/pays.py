@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import nn
 
@@ -77,7 +77,7 @@ class Pays:
         model: nn.Module,
         planned: Plan,
         without: PlanWithout,
-        example: Any,
+        example: object,
         runtime: Runtime | None,
     ) -> Kept:
         """Return what is to stay float; see :class:`torchq.swap.keeping.Keep`."""
@@ -151,7 +151,7 @@ class _Version:
     """A model with some modules in float."""
 
     in_float: tuple[str, ...]
-    file: Any
+    file: object
 
 
 class _Search:
@@ -182,7 +182,9 @@ class _Search:
         needed = self._needed(planned, best, in_float)
         return Kept(self.reasons, f"{name}: {times}", needed)
 
-    def _needed(self, planned: Plan, best: _Version, in_float: Any) -> frozenset[str]:
+    def _needed(
+        self, planned: Plan, best: _Version, in_float: object
+    ) -> frozenset[str]:
         """Return the operators beside layers, if the layers alone gain nothing.
 
         Calibration leaves some of them in float where that brings the outputs nearer to float. It

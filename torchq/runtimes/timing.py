@@ -76,7 +76,7 @@ def graph_to_time(runtime: Runtime | None, task: Task) -> tuple[Tensor, GraphInt
 
 
 def time_modules(
-    modules: Iterable[nn.Module], example: Any, measurement: Measurement
+    modules: Iterable[nn.Module], example: object, measurement: Measurement
 ) -> dict[int, Samples]:
     """Time all modules against each other; return their samples by id.
 
@@ -106,13 +106,13 @@ def stored_size(module: nn.Module) -> int:
     return saved.getbuffer().nbytes
 
 
-def shapes_in_words(example: Any) -> str:
+def shapes_in_words(example: object) -> str:
     """Return the shapes of the tensors of an example."""
     shapes = [str(tuple(tensor.shape)) for tensor in tensors_in(example)]
     return " and ".join(shapes) or "no tensors"
 
 
-def call_in_words(example: Any) -> str:
+def call_in_words(example: object) -> str:
     """Return what one call computes, and on how many threads."""
     count = torch.get_num_threads()
     threads = "1 thread" if count == 1 else f"{count} threads"
@@ -202,7 +202,7 @@ class _Elsewhere(Timer):
 def timer_of(
     caller: str,
     runtime: Runtime | None,
-    example: Any,
+    example: object,
     time: Callable[[Path], float] | None,
 ) -> Iterator[Timer]:
     """Yield what times a model on a runtime, here or elsewhere."""

@@ -242,7 +242,7 @@ def quantizer_slots(model: nn.Module) -> Iterator[tuple[str, TensorQuantizer]]:
 # --- carrying out -------------------------------------------------------------------------------
 
 
-def apply_(model: nn.Module, plan: Plan, example: Any = None) -> None:
+def apply_(model: nn.Module, plan: Plan, example: object = None) -> None:
     """Fuse and quantize ``model`` as ``plan`` says, in place.
 
     A model that is quantized in another way is made float first, so that afterwards it is
@@ -284,7 +284,7 @@ def apply_(model: nn.Module, plan: Plan, example: Any = None) -> None:
         remember_target(model, runtime)
 
 
-def carry_out_compared_(model: nn.Module, plan: Plan, example: Any) -> Plan:
+def carry_out_compared_(model: nn.Module, plan: Plan, example: object) -> Plan:
     """Quantize a float model as a plan says; return the plan with what the comparison gives.
 
     Raises:
@@ -547,7 +547,7 @@ def name_quantizers(model: nn.Module) -> None:
             module.name = name
 
 
-def restore_(model: nn.Module, example: Any = None) -> tuple[str, ...]:
+def restore_(model: nn.Module, example: object = None) -> tuple[str, ...]:
     """Make every quantized module of ``model`` float again, in place: all of them, or none.
 
     This undoes :func:`quantize_`. Ranges are dropped; weights stay as they are now. Quantizers that
@@ -579,7 +579,7 @@ def restore_(model: nn.Module, example: Any = None) -> tuple[str, ...]:
     return tuple(restored)
 
 
-def _check_restored(model: nn.Module, example: Any, outcome: Outcome) -> None:
+def _check_restored(model: nn.Module, example: object, outcome: Outcome) -> None:
     """Raise QuantizationError where a restored model differs, unless it differs from itself."""
     try:
         outcome.check(model, example)

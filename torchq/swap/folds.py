@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import nn
 
@@ -39,7 +38,7 @@ class FoldingNorm:
 
 
 def folding_pairs(
-    model: nn.Module, example: Any, recorded: Flow | None = None
+    model: nn.Module, example: object, recorded: Flow | None = None
 ) -> list[Pair]:
     """Return the BatchNorms that ``fuse_`` will fold, each with its layers.
 
@@ -86,7 +85,7 @@ def norms_behind_layers(model: nn.Module, pairs: list[Pair]) -> dict[str, Foldin
     return norms
 
 
-def narrow_weights_(model: nn.Module, example: Any) -> dict[str, QuantDescriptor]:
+def narrow_weights_(model: nn.Module, example: object) -> dict[str, QuantDescriptor]:
     """Leave the lowest code out of weights that a BatchNorm follows, in place.
 
     That code has no counterpart of the other sign, which a negative factor of the BatchNorm would

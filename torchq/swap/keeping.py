@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import nn
 
@@ -43,7 +43,7 @@ class Keep(Protocol):
         model: nn.Module,
         planned: Plan,
         without: PlanWithout,
-        example: Any,
+        example: object,
         runtime: Runtime | None,
     ) -> Kept:
         """Return what is to stay float of a plan, whose model is left unchanged.
@@ -74,7 +74,7 @@ def kept_plan(
     keep: str | Keep,
     model: nn.Module,
     without: PlanWithout,
-    example: Any,
+    example: object,
     runtime: Runtime | None,
 ) -> Plan:
     """Return the plan without what a rule leaves in float."""

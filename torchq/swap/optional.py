@@ -73,7 +73,7 @@ class Replanning:
 
     @classmethod
     def of(
-        cls, model: nn.Module, plan: Plan, runtime: Runtime, example: Any
+        cls, model: nn.Module, plan: Plan, runtime: Runtime, example: object
     ) -> Replanning:
         """Look at a quantized model, in one float run on an example.
 

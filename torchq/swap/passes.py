@@ -9,7 +9,7 @@ an example there was no run, ``facts.flow`` is None, and most passes change noth
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from torch import fx, nn
 
@@ -284,7 +284,7 @@ def share_ranges(plan: Plan, facts: Facts) -> Plan:
                 )
     groups = [list(group) for group in plan.shared]
     for group in _joined([*slots_by_root.values()]):
-        kinds: dict[Any, list[str]] = {}
+        kinds: dict[object, list[str]] = {}
         for slot in group:
             form = _descriptor(plan, facts, slot)
             if form is not None and form.granularity == PerTensor():

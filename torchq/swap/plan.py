@@ -250,7 +250,7 @@ class Plan:
     placed: Mapping[str, QuantDescriptor] = field(default_factory=dict)
     shared: tuple[tuple[str, ...], ...] = ()
     modes: Mapping[str, str] = field(default_factory=dict)
-    fusions: tuple[Mapping[str, Any], ...] = ()
+    fusions: tuple[Mapping[str, object], ...] = ()
     target: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     recipe: str = ""
@@ -396,7 +396,7 @@ class Plan:
         }
 
     @classmethod
-    def from_dict(cls, data: Any) -> Plan:
+    def from_dict(cls, data: object) -> Plan:
         """Return the plan that :meth:`to_dict` described.
 
         Raises:
@@ -585,7 +585,7 @@ _MODES = ("off", "observe", "quantize", "observe+quantize")
 _MOST_RANGES = 256
 
 
-def _problems(plan: Plan) -> Iterator[tuple[str, Any, str]]:
+def _problems(plan: Plan) -> Iterator[tuple[str, object, str]]:
     """Yield what no plan says although its types allow it: where, what it says, what it may."""
     for number, d in enumerate(plan.decisions):
         if not d.names:
@@ -613,7 +613,9 @@ def _problems(plan: Plan) -> Iterator[tuple[str, Any, str]]:
     yield from () if plan.work is None else _problems_of_work(plan.work)
 
 
-def _problems_of_calibration(where: str, d: Decision) -> Iterator[tuple[str, Any, str]]:
+def _problems_of_calibration(
+    where: str, d: Decision
+) -> Iterator[tuple[str, object, str]]:
     if d.noise is not None and not 0 <= d.noise < float("inf"):
         yield f"{where}.noise", d.noise, "a number >= 0"
     if d.factors is not None and not 0 <= d.factors.alpha <= 1:
@@ -625,7 +627,7 @@ def _is_name(child: str) -> bool:
     return child.isidentifier() and child.isascii() and not keyword.iskeyword(child)
 
 
-def _problems_of_work(work: Work) -> Iterator[tuple[str, Any, str]]:
+def _problems_of_work(work: Work) -> Iterator[tuple[str, object, str]]:
     for path, amount in work.amounts.items():
         if not 0 <= amount < float("inf"):
             yield f"work.amounts[{path!r}]", amount, "a number >= 0"

@@ -64,14 +64,14 @@ class Outcome:
     paths: frozenset[str]
 
     @classmethod
-    def of(cls, model: nn.Module, example: Any) -> "Outcome":
+    def of(cls, model: nn.Module, example: object) -> "Outcome":
         """Run a model once in float."""
         paths = frozenset(
             name for name, _ in model.named_modules(remove_duplicate=False)
         )
         return cls(_values_of_run(model, example, paths), paths)
 
-    def check(self, model: nn.Module, example: Any) -> None:
+    def check(self, model: nn.Module, example: object) -> None:
         """Raise ResultsDiffer unless the model, converted meanwhile, gives the same."""
         try:
             values = _values_of_run(model, example, self.paths)
@@ -84,7 +84,9 @@ class Outcome:
             raise ResultsDiffer(problem)
 
 
-def _values_of_run(model: nn.Module, example: Any, paths: frozenset[str]) -> list[Any]:
+def _values_of_run(
+    model: nn.Module, example: object, paths: frozenset[str]
+) -> list[object]:
     with random_kept(), computing_in_float(model), unfused_attention():
         args, kwargs = with_copies(call_arguments(model, example))
         result = model(*args, **kwargs)
@@ -92,7 +94,7 @@ def _values_of_run(model: nn.Module, example: Any, paths: frozenset[str]) -> lis
         return [_kept(leaf) for leaf in leaves((result, args, kwargs, state))]
 
 
-def _state_of(module: nn.Module) -> list[Any]:
+def _state_of(module: nn.Module) -> list[object]:
     """Return the buffers and tensors among the attributes that a forward may have changed."""
     if isinstance(module, TensorQuantizer):
         return []
@@ -104,11 +106,11 @@ def _state_of(module: nn.Module) -> list[Any]:
     return [*buffers, *attributes]
 
 
-def _kept(leaf: Any) -> Any:
+def _kept(leaf: object) -> object:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
-def leaves(value: Any, depth: int = 0) -> Iterator[Any]:
+def leaves(value: object, depth: int = 0) -> Iterator[Any]:
     """Yield tensors, numbers and strings in nested containers and plain objects, in order."""
     if isinstance(value, (Tensor, str, int, float, complex, type(None))):
         yield value
@@ -130,7 +132,7 @@ def leaves(value: Any, depth: int = 0) -> Iterator[Any]:
             yield from leaves(member, depth + 1)
 
 
-def difference(before: Sequence[Any], after: Sequence[Any]) -> str:
+def difference(before: Sequence[object], after: Sequence[object]) -> str:
     """Return in what two runs differ; "" where they are equal."""
     if len(before) != len(after):
         return f"returns {len(after)} values, not {len(before)}"
@@ -171,16 +173,16 @@ class ModuleCall:
 
 
 def _calls_of(
-    model: nn.Module, example: Any, paths: frozenset[str]
+    model: nn.Module, example: object, paths: frozenset[str]
 ) -> list[ModuleCall]:
     """Return the calls of modules in a float run, in the order of their ends."""
     calls: list[ModuleCall] = []
     opened: list[tuple[str, str]] = []
 
-    def enter(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def enter(path: str, module: nn.Module, args: object, kwargs: object) -> None:
         opened.append((path, _hash((args, kwargs))))
 
-    def leave(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+    def leave(module: nn.Module, args: object, kwargs: object, result: object) -> None:
         calls.append(ModuleCall(*opened.pop(), _hash((result, args, kwargs))))
 
     with ExitStack() as stack:
@@ -203,7 +205,7 @@ def _calls_of(
     return calls
 
 
-def _hash(values: Any) -> str:
+def _hash(values: object) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for leaf in leaves(values):
         if isinstance(leaf, Tensor):
@@ -234,7 +236,9 @@ def first_difference(before: Sequence[ModuleCall], after: Sequence[ModuleCall]) 
     return differing[0] if differing else ""
 
 
-def unrepeatable_module(model: nn.Module, example: Any, outcome: Outcome) -> str | None:
+def unrepeatable_module(
+    model: nn.Module, example: object, outcome: Outcome
+) -> str | None:
     """Return the path of the first module that differs from itself; None where none does."""
     again = Outcome.of(model, example)
     if not difference(outcome.values, again.values):
@@ -243,7 +247,9 @@ def unrepeatable_module(model: nn.Module, example: Any, outcome: Outcome) -> str
     return first_difference(*runs)
 
 
-def calls_of(model: nn.Module, example: Any, outcome: Outcome) -> Sequence[ModuleCall]:
+def calls_of(
+    model: nn.Module, example: object, outcome: Outcome
+) -> Sequence[ModuleCall]:
     """Return the calls of the modules of a model in a float run, converted or not."""
     return _calls_of(model, example, outcome.paths)
 

@@ -21,7 +21,7 @@ _WORDS = {
 }
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Return a part of a plan as JSON data; fields with their defaults are left out."""
     if isinstance(value, (QuantDescriptor, CallSite)):
         return value.to_dict()
@@ -38,7 +38,7 @@ def _key(name: str) -> str:
     return "class" if name == "cls" else name
 
 
-def damaged(where: str, got: Any, expected: str) -> ConfigError:
+def damaged(where: str, got: object, expected: str) -> ConfigError:
     """Return the error for a part of a file that is not as expected."""
     printed = repr(got)
     shown = printed if len(printed) <= 60 else f"{printed[:57]}..."
@@ -47,7 +47,7 @@ def damaged(where: str, got: Any, expected: str) -> ConfigError:
     )
 
 
-def read(kind: Any, value: Any, where: str) -> Any:
+def read(kind: object, value: object, where: str) -> Any:
     """Return the value of a type that JSON data stand for, the inverse of :func:`plain`."""
     parts = get_args(kind)
     if kind is Any:
@@ -74,7 +74,7 @@ def read(kind: Any, value: Any, where: str) -> Any:
     return _object(kind, value, where)
 
 
-def _object(cls: Any, entries: dict[str, Any], where: str) -> Any:
+def _object(cls: Any, entries: dict[str, object], where: str) -> object:
     """Return a dataclass of its entries."""
     if cls in (QuantDescriptor, CallSite):
         try:

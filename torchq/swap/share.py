@@ -134,10 +134,10 @@ class _Calls:
     def hooks(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
         """Return what runs before and after the forward of the module ``name``."""
 
-        def before(module: nn.Module, args: Any) -> None:
+        def before(module: nn.Module, args: object) -> None:
             self._open.append((self._total(), 0))
 
-        def after(module: nn.Module, args: Any, output: Any) -> None:
+        def after(module: nn.Module, args: object, output: object) -> None:
             start, inside = self._open.pop()
             done = self._total() - start
             own_flops = done - inside
@@ -154,7 +154,7 @@ class _Calls:
         return before, after
 
 
-def _of_kernel(module: nn.Module, output: Any) -> int:
+def _of_kernel(module: nn.Module, output: object) -> int:
     """Return the multiply-adds of a convolution in an operator that torch knows nothing of.
 
     An example is torchvision's DeformConv2d. Every result reads each weight of its channel once.
@@ -174,7 +174,7 @@ def _of_kernel(module: nn.Module, output: Any) -> int:
     )
 
 
-def _recurrent(module: nn.RNNBase, args: Any) -> int:
+def _recurrent(module: nn.RNNBase, args: object) -> int:
     """Return the multiply-adds of a recurrent layer: each weight once for each step."""
     x = next(tensors_in(args), None)
     steps = 0 if x is None else x.numel() // max(module.input_size, 1)

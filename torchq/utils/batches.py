@@ -10,7 +10,7 @@ from torch import Tensor
 from torchq.errors import CalibrationError, ConfigError
 
 
-def check_batches(where: str, batches: Any, num_batches: Any = None) -> None:
+def check_batches(where: str, batches: object, num_batches: Any = None) -> None:
     """Raise an error unless ``batches`` holds batches and ``num_batches`` is a number of them."""
     is_count = isinstance(num_batches, Integral) and not isinstance(num_batches, bool)
     if num_batches is not None and not (is_count and num_batches > 0):

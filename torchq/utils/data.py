@@ -35,7 +35,7 @@ def parse_json(text: str, where: str) -> Any:
     if not isinstance(text, str):
         raise ConfigError(f"{where}: got a {type(text).__name__}; expected JSON text")
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         data = dict(pairs)
         if len(data) != len(pairs):
             keys = [key for key, _ in pairs]

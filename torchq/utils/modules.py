@@ -180,7 +180,7 @@ def copy_module(module: M, *, sharing: Iterable[object] = ()) -> M:
         return copy.deepcopy(module, {**_what_cannot_be_copied(module), **memo})
 
 
-def _what_cannot_be_copied(module: nn.Module) -> dict[int, Any]:
+def _what_cannot_be_copied(module: nn.Module) -> dict[int, object]:
     """Return the objects below attributes of ``module`` that ``copy.deepcopy`` refuses, by id."""
     tree = {id(part): part for part in module.modules()}
     shared: dict[int, Any] = {}
@@ -209,7 +209,7 @@ def _collect(
             shared[id(value)] = value
 
 
-def _parts(value: object) -> Iterator[Any]:
+def _parts(value: object) -> Iterator[object]:
     """Yield what ``value`` refers to, where ``copy.deepcopy`` would follow it."""
     if isinstance(value, (list, tuple, set, frozenset)):
         yield from value
@@ -413,7 +413,7 @@ def state_kept(model: nn.Module) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def watching(
-    watched: Iterable[tuple[nn.Module, Callable[[Any, Any, Any], Any]]],
+    watched: Iterable[tuple[nn.Module, Callable[[Any, Any, Any], object]]],
     *,
     before: bool = False,
 ) -> Iterator[None]:
@@ -425,10 +425,12 @@ def watching(
     with ExitStack() as stack:
         for module, see in watched:
 
-            def enter(_: Any, args: Any, kwargs: Any, see: Any = see) -> None:
+            def enter(_: object, args: Any, kwargs: Any, see: Any = see) -> None:
                 see(args, kwargs, None)
 
-            def leave(_: Any, args: Any, kwargs: Any, out: Any, see: Any = see) -> Any:
+            def leave(
+                _: object, args: Any, kwargs: Any, out: Any, see: Any = see
+            ) -> Any:
                 return see(args, kwargs, out)
 
             handle = (

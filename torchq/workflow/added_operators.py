@@ -193,7 +193,7 @@ class Sample:
             return replace(self, exact=self.call(model))
 
 
-def arguments_of(runs: Runs, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments_of(runs: Runs, batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of the model's call for a batch, as its last call has them."""
     device = device_of(runs.model)
     if runs.forward is None:
@@ -201,7 +201,7 @@ def arguments_of(runs: Runs, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any
         return call_arguments(runs.model, moved)
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
-    def see(args: Any, kwargs: Any, _: Any) -> None:
+    def see(args: object, kwargs: object, _: object) -> None:
         calls.append(with_copies((args, kwargs)))
 
     off = quantizers(runs.model).values()
@@ -221,7 +221,7 @@ def _some_samples(runs: Runs, count: int) -> list[Sample]:
     """Return the few samples that operators are ranked on, of the first batches."""
     samples: list[Sample] = []
 
-    def step(number: int, batch: Any) -> None:
+    def step(number: int, batch: object) -> None:
         wanted = max(_SAMPLES[0], min(_SAMPLES[1], count * _size(batch) // _PART))
         # A run of two samples takes little longer than one of a single sample.
         parts = min(count, _BATCHES, -(-wanted // min(2, max(1, _size(batch)))))
@@ -236,7 +236,7 @@ def samples_of_all(runs: Runs, count: int) -> list[Sample]:
     """Return a few samples of each batch; of some alone, where that needs a whole run for each."""
     samples: list[Sample] = []
 
-    def step(number: int, batch: Any) -> None:
+    def step(number: int, batch: object) -> None:
         is_dear = runs.forward is not None or any(s.count is None for s in samples)
         if not (is_dear and number % _EIGHTH):
             few = min(_EIGHTH, max(1, _size(batch) // _EIGHTH))
@@ -246,13 +246,13 @@ def samples_of_all(runs: Runs, count: int) -> list[Sample]:
     return _together(runs.model, samples)
 
 
-def _size(batch: Any) -> int:
+def _size(batch: object) -> int:
     """Return how many samples a batch seems to have."""
     first = next((t for t in tensors_in(batch) if t.dim()), None)
     return 1 if first is None else first.shape[0]
 
 
-def _sample(runs: Runs, batch: Any, most: int) -> Sample:
+def _sample(runs: Runs, batch: object, most: int) -> Sample:
     """Return the first samples of a batch, if all tensors of the call count the same number."""
     args, kwargs = arguments_of(runs, batch)
     sizes = {t.shape[0] if t.dim() else None for t in tensors_in((args, kwargs))}
@@ -346,7 +346,7 @@ class _Errors:
 
     def _call(
         self, name: str, module: nn.Module, forward: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    ) -> object:
         with torch.no_grad():
             quantized = floats_in(forward(*args, **kwargs))
         exact = float_call(module, forward, args, kwargs)
@@ -650,7 +650,7 @@ def choose_operators_(
 
 
 def costly_operators(
-    model: nn.Module, batches: Iterable[Any], forward: Forward | None, count: int
+    model: nn.Module, batches: Iterable[object], forward: Forward | None, count: int
 ) -> OperatorChoice:
     """Return what calibration would find out about operators, for a model that is trained.
 
@@ -769,7 +769,7 @@ def take_back_operators_(runs: Runs) -> bool:
     if runtime is None or not any(d.left_float for d in plan.replaced):
         return False
 
-    def step(number: int, batch: Any) -> None:
+    def step(number: int, batch: object) -> None:
         example = as_example(model, *arguments_of(runs, batch))
         planned.append(Replanning.of(model, plan, runtime, example).without(()))
 

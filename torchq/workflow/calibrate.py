@@ -141,7 +141,7 @@ class CalibrationReport:
 
 def calibrate(
     model: nn.Module,
-    batches: Iterable[Any] | None = None,
+    batches: Iterable[object] | None = None,
     *,
     method: str | None = None,
     forward: Forward | None = None,
@@ -151,7 +151,7 @@ def calibrate(
     correct: bool = True,
     group: dist.ProcessGroup | None = None,
     progress: bool = True,
-    **options: Any,
+    **options: object,
 ) -> CalibrationReport:
     """Set the range of every quantizer.
 
@@ -266,7 +266,7 @@ def calibrate(
     )
 
 
-def _undone_on_error(model: nn.Module) -> AbstractContextManager[Any]:
+def _undone_on_error(model: nn.Module) -> AbstractContextManager[object]:
     """Give a model its ranges, corrections and plan back where anything but data is wrong."""
     written = [b for q in quantizers(model).values() for b in q.buffers()]
     return utils.undone_on_error(model, written=written, but=CalibrationError)
@@ -313,7 +313,7 @@ def _is_first(group: dist.ProcessGroup | None) -> bool:
 
 
 def _reads_again(
-    model: nn.Module, batches: Iterable[Any] | None, group: dist.ProcessGroup | None
+    model: nn.Module, batches: Iterable[object] | None, group: dist.ProcessGroup | None
 ) -> bool:
     """Return True if all ranks can read their batches again.
 
@@ -391,11 +391,11 @@ def calibrate_weights(
 
 
 def _check_arguments(
-    batches: Any,
-    forward: Any,
-    on_unseen: Any,
-    method: Any,
-    num_batches: Any,
+    batches: object,
+    forward: object,
+    on_unseen: object,
+    method: object,
+    num_batches: object,
 ) -> None:
     if forward is not None and not callable(forward):
         raise ConfigError(
@@ -412,7 +412,7 @@ def _check_arguments(
     utils.check_batches("calibrate", () if batches is None else batches, num_batches)
 
 
-def _warn_of_other_ranks(batches: Any, group: dist.ProcessGroup | None) -> None:
+def _warn_of_other_ranks(batches: object, group: dist.ProcessGroup | None) -> None:
     if batches is None or group is not None:
         return
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -539,7 +539,7 @@ def _observing(
     model: nn.Module,
     chosen: Mapping[str, TensorQuantizer],
     method: str | None,
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
 ) -> Iterator[None]:
     """Let the chosen quantizers observe and none of the model quantize, in eval mode."""
     with utils.evaluating(model), quantizing_only(quantizers(model).values()):

@@ -237,7 +237,7 @@ def _fitted(
     plain = Outputs()
     fitting = _FittingInOrder(fits) if in_order else _FittingOwnErrors(fits)
 
-    def step(number: int, batch: Any) -> None:
+    def step(number: int, batch: object) -> None:
         if batch is not NO_BATCH:
             with fitting.watching(runs.model):
                 results = runs.call(batch)
@@ -266,7 +266,7 @@ def _outputs(runs: Runs, most: int | None, *, in_float: bool = False) -> Outputs
     outputs = Outputs()
     off = list(quantizers(runs.model).values()) if in_float else []
 
-    def step(number: int, batch: Any) -> None:
+    def step(number: int, batch: object) -> None:
         with quantizing_only(off):
             outputs.add(Fingerprint(batch), runs.call(batch))
 
@@ -290,14 +290,14 @@ def _compared(
     sums = NoiseSums()
     all_quantizers = list(quantizers(model).values())
 
-    def other(batch: Any, version: AbstractContextManager[Any]) -> list[Tensor]:
+    def other(batch: object, version: AbstractContextManager[object]) -> list[Tensor]:
         start = RandomState.now()
         with state_kept(model), version:
             results = runs.call(batch)
         start.restore()
         return results
 
-    def step(number: int, batch: Any) -> None:
+    def step(number: int, batch: object) -> None:
         fingerprint = Fingerprint(batch)
         reference = floats.of(number, fingerprint)
         before = plain.of(number, fingerprint)
@@ -378,7 +378,7 @@ class _Fit:
         #: Whether code outside of the layer reads its weight or bias.
         self.has_readers = False
         #: The quantizer of its results, which is out of the way while results are fitted.
-        self.of_results: Any = None
+        self.of_results: object = None
 
     def add(self, y: Tensor, r: Tensor) -> None:
         """Add results (channels, positions)."""
@@ -568,7 +568,7 @@ class _FittingInOrder(_Fitting):
         with self.versions.watching(model, self._corrected), self.versions:
             yield
 
-    def _corrected(self, module: nn.Module, result: Any, in_float: Any) -> Any:
+    def _corrected(self, module: nn.Module, result: Any, in_float: Any) -> object:
         fit = self.fits.get(id(module))
         if fit is None:
             return result

@@ -63,7 +63,7 @@ def embed_record_(model: nn.Module) -> None:
 
 
 def _add_record(
-    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+    module: nn.Module, state: dict[str, object], prefix: str, metadata: object
 ) -> None:
     plan = plan_of(module)
     if not plan.replaced and not plan.fusions:
@@ -75,7 +75,7 @@ def _add_record(
 
 
 def _drop_record(
-    module: nn.Module, state: dict[str, Any], prefix: str, *args: Any
+    module: nn.Module, state: dict[str, object], prefix: str, *args: object
 ) -> None:
     state.pop(prefix + RECORD, None)
 
@@ -137,20 +137,20 @@ def _check_archive(file: BinaryIO) -> None:
     file.seek(0)
 
 
-def _read_folder(folder: Path, map_location: Any) -> dict[str, Any]:
+def _read_folder(folder: Path, map_location: object) -> dict[str, object]:
     for name in _WEIGHT_FILES:
         index = folder / f"{name}.index.json"
         if index.is_file():
             return _read_parts(folder, index, map_location)
         if (folder / name).is_file():
-            weights: dict[str, Any] = read_file(folder / name, map_location)
+            weights: dict[str, object] = read_file(folder / name, map_location)
             return weights
     raise ConfigError(
         f"load: {folder}: got no weights; expected {' or '.join(_WEIGHT_FILES)}"
     )
 
 
-def _read_parts(folder: Path, index: Path, map_location: Any) -> dict[str, Any]:
+def _read_parts(folder: Path, index: Path, map_location: object) -> dict[str, object]:
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         paths = [folder / Path(name).name for name in names]
@@ -166,7 +166,7 @@ def _read_parts(folder: Path, index: Path, map_location: Any) -> dict[str, Any]:
             f"load: {index}: names {short_repr(missing[0])}; expected files in {folder}. Copy the "
             "whole folder, or the file is damaged"
         )
-    weights: dict[str, Any] = {}
+    weights: dict[str, object] = {}
     for path in paths:
         weights |= read_file(path, map_location)
     return weights

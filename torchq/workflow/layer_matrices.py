@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torchq.graph.operators import TRANSPOSED
 
 
-def _groups(layer: Any) -> int:
+def _groups(layer: object) -> int:
     return int(getattr(layer, "groups", 1))
 
 
-def weight_matrix(layer: Any, weight: Tensor) -> Tensor:
+def weight_matrix(layer: object, weight: Tensor) -> Tensor:
     """Return ``weight`` as (groups, outputs of a group, inputs of a group)."""
     return weight.reshape(_groups(layer), -1, weight[0].numel())
 
@@ -86,7 +86,7 @@ def weight_channels(layer: Any, *, inputs: bool = False) -> Tensor:
     return grouped if inputs == inputs_first else grouped.transpose(1, 2)
 
 
-def channel_ranges(layer: Any, *, inputs: bool = False) -> Tensor:
+def channel_ranges(layer: object, *, inputs: bool = False) -> Tensor:
     """Return the largest magnitude of each output or input channel of the weight, (channels,)."""
     return weight_channels(layer, inputs=inputs).abs().flatten(2).amax(2).flatten()
 

@@ -110,7 +110,7 @@ def pair_of(layer: Any) -> tuple[Any, Any]:
     return layer.input_quantizer, layer.weight_quantizer
 
 
-def hold_factors_(layers: Iterable[Any], factors: Tensor) -> None:
+def hold_factors_(layers: Iterable[object], factors: Tensor) -> None:
     """Let quantizers divide what layers read by factors, and multiply their weights by them."""
     for layer in layers:
         of_input, of_weight = pair_of(layer)

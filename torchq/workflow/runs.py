@@ -89,11 +89,11 @@ class Runs:
         self._start = RandomState.now()
         self._device = device_of(model)
 
-    def call(self, batch: Any) -> list[Tensor]:
+    def call(self, batch: object) -> list[Tensor]:
         """Run the model on a copy of a batch; return its floating-point results."""
         outputs: list[list[Tensor]] = []
 
-        def see(args: Any, kwargs: Any, output: Any) -> None:
+        def see(args: object, kwargs: object, output: object) -> None:
             results = results_in(output)
             outputs.append(without_padding(self.model, args, kwargs, results))
 
@@ -160,8 +160,10 @@ NO_BATCH = object()
 
 
 def _of_ranks(
-    batches: Iterable[Any], group: dist.ProcessGroup | None, device: torch.device | None
-) -> Iterator[Any]:
+    batches: Iterable[object],
+    group: dist.ProcessGroup | None,
+    device: torch.device | None,
+) -> Iterator[object]:
     """Yield the batches; in a group as often on each rank as on the one with the most."""
     if group is None:
         yield from batches

@@ -118,7 +118,7 @@ def load_model(
     factory: Callable[[], nn.Module],
     path: str | os.PathLike[str],
     *,
-    map_location: Any = "cpu",
+    map_location: object = "cpu",
 ) -> nn.Module:
     """Build a model and make it what was saved.
 
@@ -146,8 +146,8 @@ def load(
     model: nn.Module,
     path: str | os.PathLike[str],
     *,
-    map_location: Any = "cpu",
-    example: Any = None,
+    map_location: object = "cpu",
+    example: object = None,
 ) -> nn.Module:
     """Make ``model`` what was saved: quantize its layers in place, and load all tensors.
 
@@ -185,7 +185,9 @@ def load(
     return model
 
 
-def load_content(model: nn.Module, record: Any, tensors: Mapping[str, Any]) -> None:
+def load_content(
+    model: nn.Module, record: object, tensors: Mapping[str, object]
+) -> None:
     """Make a model what a record and tensors say, in place, as :func:`load` does with a file.
 
     It is for checkpoints of others, who keep both in their own way. A call that fails changes
@@ -221,7 +223,7 @@ def _load_into_quantized(model: nn.Module, state: dict[str, Any]) -> None:
 
 def _unpack(
     model: nn.Module, path: str | os.PathLike[str], data: Any
-) -> tuple[Plan, dict[str, Any], nn.Module]:
+) -> tuple[Plan, dict[str, object], nn.Module]:
     """Return the plan, the tensors, and the part of ``model`` that the plan is about."""
     content: dict[str, Any] = data if isinstance(data, dict) else {}
     is_own = "torchq" in content
@@ -278,7 +280,7 @@ def public_state(model: nn.Module) -> dict[str, Any]:
     return state
 
 
-def _add_tied(model: nn.Module, state: dict[str, Any]) -> None:
+def _add_tied(model: nn.Module, state: dict[str, object]) -> None:
     """Add tensors that a file leaves out because they are the same as others."""
     tensors = model.state_dict(keep_vars=True)
     first = {id(tensors[key]): key for key in reversed(list(tensors)) if key in state}
@@ -287,7 +289,7 @@ def _add_tied(model: nn.Module, state: dict[str, Any]) -> None:
             state[key] = state[first[id(value)]]
 
 
-def _check_tensors(model: nn.Module, state: Mapping[str, Any]) -> None:
+def _check_tensors(model: nn.Module, state: Mapping[str, object]) -> None:
     """Compare names, shapes and kinds of tensors with those of ``model``."""
     expected = model.state_dict()
     names = {key: key.rpartition(".")[2] for key in expected}
@@ -340,11 +342,11 @@ def _check_tensors(model: nn.Module, state: Mapping[str, Any]) -> None:
         )
 
 
-def _is_meta(value: Any) -> bool:
+def _is_meta(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_meta
 
 
-def _difference(own: Any, given: Any) -> str:
+def _difference(own: object, given: object) -> str:
     """Return what makes ``given`` unfit to be copied into ``own``; empty if nothing does."""
     if not isinstance(own, Tensor):  # the extra state of a module, whatever that is
         return ""
@@ -464,7 +466,7 @@ def _factor_problem(layer: nn.Module | None, factors: Tensor) -> str:
     )
 
 
-def _load_tensors(model: nn.Module, state: dict[str, Any]) -> None:
+def _load_tensors(model: nn.Module, state: dict[str, object]) -> None:
     """Copy all tensors; an interruption brings the old numbers back."""
     tensors = model.state_dict(keep_vars=True).values()
     try:

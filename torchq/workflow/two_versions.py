@@ -48,7 +48,7 @@ class TwoVersions(TorchFunctionMode):
         self._is_paused = False
         self._read: set[int] = set()
 
-    def float_version(self, value: Any) -> Any:
+    def float_version(self, value: object) -> Any:
         """Return a value with the float versions of its tensors, where there are any."""
         return map_tensors(
             value, lambda tensor: self._float_versions.get(tensor, tensor)
@@ -59,7 +59,7 @@ class TwoVersions(TorchFunctionMode):
         return id(tensor) in self._read
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Call a function of torch with the quantized numbers, and with the float ones."""
         kwargs = kwargs or {}
@@ -82,7 +82,7 @@ class TwoVersions(TorchFunctionMode):
             self.join(result, self._in_float(func, args, kwargs, result))
         return result
 
-    def _note_parameters(self, tensors: Iterable[Tensor], result: Any) -> None:
+    def _note_parameters(self, tensors: Iterable[Tensor], result: object) -> None:
         """Note the parameters that a function computed with; shapes and types are no numbers."""
         if any(True for _ in tensors_in(result)):
             self._read.update(id(t) for t in tensors if isinstance(t, nn.Parameter))
@@ -97,7 +97,7 @@ class TwoVersions(TorchFunctionMode):
         finally:
             self._is_paused = before
 
-    def _in_float(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+    def _in_float(self, func: Any, args: Any, kwargs: Any, result: object) -> object:
         """Return what a function gives for the float versions; None where it does not take them."""
         args, kwargs = self.float_version((args, kwargs))
         try:
@@ -112,7 +112,7 @@ class TwoVersions(TorchFunctionMode):
         except (RuntimeError, IndexError):  # The versions have other shapes by now.
             return None
 
-    def join(self, result: Any, in_float: Any) -> None:
+    def join(self, result: object, in_float: object) -> None:
         """Let tensors of a result have those of another one as their float versions."""
         for tensor, version in zip(
             floats_in(result), floats_in(in_float), strict=False
@@ -125,7 +125,7 @@ class TwoVersions(TorchFunctionMode):
         """Run quantized modules in both versions as a whole: with their quantizers on, and off."""
         with ExitStack() as stack:
             for module in quantizing_modules(model):
-                plain: Any = module.forward
+                plain: object = module.forward
                 stack.enter_context(
                     forward_replaced(module, partial(self._call, module, plain, see))
                 )
@@ -133,7 +133,7 @@ class TwoVersions(TorchFunctionMode):
 
     def _call(
         self, module: nn.Module, plain: Any, see: See | None, *args: Any, **kw: Any
-    ) -> Any:
+    ) -> object:
         if self._is_paused:
             return plain(*args, **kw)
         float_args, float_kw = self.float_version((args, kw))
@@ -187,12 +187,16 @@ def computing_alone_in_float(modules: Iterable[nn.Module]) -> Iterator[None]:
         yield
 
 
-def _in_float(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+def _in_float(
+    module: nn.Module, forward: object, *args: object, **kwargs: object
+) -> object:
     return float_call(module, forward, args, kwargs)
 
 
 @contextmanager
-def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def forward_replaced(
+    module: nn.Module, forward: Callable[..., object]
+) -> Iterator[None]:
     """Let a module run another forward inside the ``with`` block, between its own hooks."""
     attributes = vars(module)
     before = attributes.get("forward")

@@ -154,7 +154,7 @@ def _facts(
     model: nn.Module,
     layers: list[QuantizedLayer],
     batch: object,
-    run: Callable[[Any], Any],
+    run: Callable[[Any], object],
 ) -> dict[str, LayerFacts]:
     """Return sizes and multiplications of layers; the model runs in float on one batch."""
     with untouched(model), quantizing_only(active_quantizers(model)):
@@ -166,7 +166,7 @@ def _plan(
     model: nn.Module,
     batches: Sequence[object],
     plan: MixedPrecision | bool,
-    options: dict[str, Any],
+    options: dict[str, object],
 ) -> tuple[MixedPrecision | None, str]:
     if isinstance(plan, MixedPrecision):
         return plan, ""
@@ -191,7 +191,7 @@ def _layer_rows(
     errors: LayerErrors,
     ranking: SensitivityReport,
     facts: dict[str, LayerFacts],
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     by_name = {layer.name: layer for layer in layers}
     ranked = {row.name: (place, row.value) for place, row in enumerate(ranking.rows, 1)}
     shares = damage_shares(ranking)
@@ -221,7 +221,7 @@ def _layer_rows(
     return rows
 
 
-def _size_row(layer: QuantizedLayer, facts: LayerFacts) -> dict[str, Any]:
+def _size_row(layer: QuantizedLayer, facts: LayerFacts) -> dict[str, object]:
     weight_bits, input_bits = (
         min((q.descriptor.format.bits for q in quantizers.values()), default=32)
         for quantizers in (layer.weights, layer.inputs)
@@ -237,8 +237,10 @@ def _size_row(layer: QuantizedLayer, facts: LayerFacts) -> dict[str, Any]:
 
 
 def _quantizer_rows(
-    layers: list[QuantizedLayer], errors: LayerErrors, found: dict[str, dict[str, Any]]
-) -> dict[str, dict[str, Any]]:
+    layers: list[QuantizedLayer],
+    errors: LayerErrors,
+    found: dict[str, dict[str, object]],
+) -> dict[str, dict[str, object]]:
     """Return the rows of histograms with what layer errors know of the same quantizers."""
     errors_by_path = {q.name: q for row in errors.rows for q in row.quantizers}
     weights = {path for layer in layers for path in layer.weights}
@@ -261,7 +263,7 @@ def _quantizer_rows(
 
 def _histogram_rows(
     layers: list[QuantizedLayer], samples: dict[int, Sample], progress: bool
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, dict[str, object]]:
     """Return for each quantizer its histogram and every method's amax."""
     quantizer_by_path = {
         path: q for layer in layers for path, q in layer.quantizers.items()
@@ -298,7 +300,9 @@ def _weights(
                     yield paths[id(quantizer)], layer.module, quantizer, weight
 
 
-def _row(quantizer: TensorQuantizer, sample: Sample, is_weight: bool) -> dict[str, Any]:
+def _row(
+    quantizer: TensorQuantizer, sample: Sample, is_weight: bool
+) -> dict[str, object]:
     values = torch.cat(sample.values)
     values = values[torch.isfinite(values)]
     low, high = sample.low, sample.high
@@ -386,7 +390,7 @@ def verdict(
 
 def _not_finite(
     grade: str, errors: LayerErrors, examined: DoctorReport
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the verdict on a model that returns NaN or infinity, which says nothing of others."""
     first = errors.first_not_finite
     where = (

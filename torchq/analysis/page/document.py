@@ -143,7 +143,7 @@ def _text(data: dict[str, Any]) -> str:
     lines.append(table(rows))
     if len(ranked) > _SHOWN:
         lines.append(f"and {len(ranked) - _SHOWN} more layers")
-    alike: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    alike: dict[tuple[str, str], list[dict[str, object]]] = {}
     for finding in data["findings"]:
         if finding["severity"] != "info":
             kind = finding["severity"], finding["kind"]
@@ -298,7 +298,11 @@ def _saved(found: Report, path: str | os.PathLike[str] | None) -> Report:
 
 
 def _checked(
-    where: str, batches: Iterable[Any], num_batches: int | None, path: Any, metric: Any
+    where: str,
+    batches: Iterable[object],
+    num_batches: int | None,
+    path: Any,
+    metric: object,
 ) -> list[Any]:
     """Return the batches after the checks that come before any work."""
     user_metric(where, metric)

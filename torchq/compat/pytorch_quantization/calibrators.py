@@ -84,7 +84,7 @@ class MaxCalibrator(_Calibrator):
     ) -> None:
         super().__init__(num_bits, axis, unsigned)
         self._track_amax = track_amax
-        self._amaxs: list[Any] = []
+        self._amaxs: list[object] = []
         #: The range so far, which scripts read and assign.
         self._calib_amax: Tensor | None = None
 
@@ -269,7 +269,7 @@ class HistogramCalibrator(_Calibrator):
             counts, edges, self._num_bits, self._unsigned, stride, start_bin
         ).float()
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         # The original kept arrays, or counts in floating point.
         if self._calib_hist is not None:
@@ -285,8 +285,8 @@ class HistogramCalibrator(_Calibrator):
 
 
 def _compute_amax_entropy(
-    calib_hist: Any,
-    calib_bin_edges: Any,
+    calib_hist: object,
+    calib_bin_edges: object,
     num_bits: NumBits,
     unsigned: bool,
     stride: int = 1,
@@ -309,8 +309,8 @@ def _compute_amax_entropy(
 
 
 def _compute_amax_mse(
-    calib_hist: Any,
-    calib_bin_edges: Any,
+    calib_hist: object,
+    calib_bin_edges: object,
     num_bits: NumBits,
     unsigned: bool,
     stride: int = 1,
@@ -335,7 +335,7 @@ def _compute_amax_mse(
 
 
 def _compute_amax_percentile(
-    calib_hist: Any, calib_bin_edges: Any, percentile: float
+    calib_hist: object, calib_bin_edges: object, percentile: float
 ) -> Tensor:
     """Return the lower edge of the bin where the share of the data reaches ``percentile`` %."""
     if not 0 <= percentile <= 100:

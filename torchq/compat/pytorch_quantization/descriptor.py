@@ -18,7 +18,7 @@ from torchq.utils.optional import import_optional
 
 NumBits = int | tuple[int, int]
 
-_DEFAULTS: builtins.dict[str, Any] = {
+_DEFAULTS: builtins.dict[str, object] = {
     "fake_quant": True,
     "axis": None,
     "amax": None,
@@ -47,7 +47,7 @@ def check_num_bits(num_bits: Any) -> NumBits:
     return bits
 
 
-def _as_array(amax: Any) -> Any:
+def _as_array(amax: Any) -> object:
     """Return a float or a list as a float32 ndarray, which the original keeps."""
     is_array = hasattr(amax, "__array__") and not isinstance(amax, torch.Tensor)
     if isinstance(amax, (float, list)) or is_array:
@@ -62,7 +62,7 @@ def _as_array(amax: Any) -> Any:
 def field(name: str, doc: str, assignable: bool = False) -> Any:
     """Return a property for a private attribute."""
 
-    def assign(self: Any, value: Any) -> None:
+    def assign(self: Any, value: object) -> None:
         setattr(self, name, value)
 
     return property(

@@ -34,7 +34,7 @@ class QuantizerList(nn.ModuleList):
             quantizer.enable()  # type: ignore[operator]
 
 
-def _checked(descriptor: Any) -> QuantDescriptor:
+def _checked(descriptor: object) -> QuantDescriptor:
     if not isinstance(descriptor, QuantDescriptor):
         raise ConfigError(
             f"default descriptor: got {descriptor!r}; expected an instance of QuantDescriptor"
@@ -124,7 +124,7 @@ class QuantMixin(_InputMixin):
 
 
 def pop_quant_desc_in_kwargs(
-    quant_cls: Any, input_only: bool = False, **kwargs: Any
+    quant_cls: Any, input_only: bool = False, **kwargs: object
 ) -> Any:
     """Return the descriptors in ``kwargs``, by default those of ``quant_cls``."""
     descriptor_names = ["quant_desc_input"] + ["quant_desc_weight"] * (not input_only)
@@ -214,7 +214,7 @@ def constructor(
 
 
 def make_layer(
-    name: str, module: str, mixin: type, **attributes: Any
+    name: str, module: str, mixin: type, **attributes: object
 ) -> type[LegacyLayer]:
     """Return the quantized twin of ``torch.nn``'s class ``name``, as a class of ``module``."""
     attributes |= {

@@ -49,7 +49,7 @@ class QuantModuleReplacementHelper:
     def prepare_state(
         self,
         float_module_list: Sequence[str] | None = None,
-        custom_map: Iterable[tuple[Any, str, type]] | None = None,
+        custom_map: Iterable[tuple[object, str, type]] | None = None,
     ) -> None:
         """Add the default entries but some names, and further ones, which take precedence."""
         excluded = float_module_list or ()
@@ -95,7 +95,7 @@ _quant_module_helper_object = QuantModuleReplacementHelper()
 
 def initialize(
     float_module_list: Sequence[str] | None = None,
-    custom_quant_modules: Iterable[tuple[Any, str, type]] | None = None,
+    custom_quant_modules: Iterable[tuple[object, str, type]] | None = None,
 ) -> None:
     """Replace ``torch.nn.Conv2d``, ``Linear``, ... by quantized classes in the whole process.
 

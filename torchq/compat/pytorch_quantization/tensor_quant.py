@@ -373,7 +373,7 @@ def _export_float8(inputs: Tensor, amax: Tensor) -> Tensor:
     return ScaledE4M3Function.apply(inputs.float(), constant).to(inputs.dtype)
 
 
-def _write_float8(g: Any, inputs: Any, scale: float) -> Any:
+def _write_float8(g: Any, inputs: Any, scale: float) -> object:
     """Write FP8 and back with scale amax / 448; before opset 19 by TensorRT's own operators."""
     constant = g.op("Constant", value_t=torch.tensor(scale, dtype=torch.float32))
     if g.opset >= 19:

@@ -215,7 +215,7 @@ class TensorQuantizer(core.TensorQuantizer):
         return getattr(self, "_amax", None)
 
     @amax.setter
-    def amax(self, value: Any) -> None:
+    def amax(self, value: object) -> None:
         self._set("_amax", value)
 
     def expect_range(self, shape: torch.Size) -> None:
@@ -227,10 +227,10 @@ class TensorQuantizer(core.TensorQuantizer):
         return getattr(self, "_pre_quant_scale", None)
 
     @pre_quant_scale.setter
-    def pre_quant_scale(self, value: Any) -> None:
+    def pre_quant_scale(self, value: object) -> None:
         self._set("_pre_quant_scale", value)
 
-    def _set(self, name: str, value: Any) -> None:
+    def _set(self, name: str, value: object) -> None:
         """Copy ``value`` into the buffer ``name``, or create the buffer."""
         if value is None:
             raise ConfigError(
@@ -255,7 +255,7 @@ class TensorQuantizer(core.TensorQuantizer):
             else:
                 tensor.copy_(new)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         # Scripts assign the private range of a quantizer that has none yet. It must become a
         # buffer, so that it is saved and moved with the module.
         if (
@@ -267,7 +267,9 @@ class TensorQuantizer(core.TensorQuantizer):
         else:
             super().__setattr__(name, value)
 
-    def load_calib_amax(self, *args: Any, strict: bool = True, **kwargs: Any) -> None:
+    def load_calib_amax(
+        self, *args: object, strict: bool = True, **kwargs: object
+    ) -> None:
         """Set the range to ``_calibrator.compute_amax(*args, **kwargs)``, of any shape.
 
         Where nothing was collected that is an error, or with ``strict=False`` a warning and NaN.
@@ -516,7 +518,7 @@ class TensorQuantizer(core.TensorQuantizer):
         range_now = self.range_for(torch.empty(0, device="cpu") if x is None else x)
         return self._placed(range_now.map(live_range).qparams(self.descriptor.format))
 
-    def set_qparams(self, scale: Any, zero_point: Any = None) -> None:
+    def set_qparams(self, scale: object, zero_point: object = None) -> None:
         """Raise an error: the arithmetic of pytorch-quantization starts from amax."""
         raise UnsupportedError(
             f"{self._where()}: got set_qparams; expected a quantizer of torchq. Use set_amax"
@@ -552,6 +554,6 @@ class TensorQuantizer(core.TensorQuantizer):
             self._disabled = self._if_quant = self._if_calib = False
         setattr(self, flag, on)
 
-    def set_amax(self, value: Any) -> None:
+    def set_amax(self, value: object) -> None:
         """Set the range, of any shape."""
         self._adopt(torch.as_tensor(value).detach().to(dtype=torch.float32, copy=True))

@@ -126,7 +126,7 @@ def group_norm(
 
 
 @one_call
-def slice_axis(x: Tensor, axis: int, first: Any, last: Any, step: int) -> Tensor:
+def slice_axis(x: Tensor, axis: int, first: object, last: object, step: int) -> Tensor:
     """Return a slice of one dimension as Python takes it; a negative step runs backwards."""
     axis = axis % x.dim()
     if step > 0:
@@ -191,7 +191,7 @@ class _Written(torch.autograd.Function):
     @staticmethod
     def symbolic(
         g: Any, op_type: str, attributes: Any, example: Any, *inputs: Any
-    ) -> Any:
+    ) -> object:
         kinds = {int: "i", float: "f", str: "s"}
         named = {f"{name}_{kinds[type(v)]}": v for name, v in attributes.items()}
         result = g.op(op_type, *inputs, **named)

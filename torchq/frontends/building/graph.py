@@ -124,14 +124,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Entry:
     """A converter, and what its format has to know of the operator beside."""
 
-    convert: Callable[[Any], Any]
+    convert: Callable[[Any], object]
     about: Any = None
 
 
 class Converters(Registry[str, Entry]):
     """From the operators of a format to their converters."""
 
-    def converter(self, *kinds: str, about: Any = None) -> Callable[[F], F]:
+    def converter(self, *kinds: str, about: object = None) -> Callable[[F], F]:
         """Enter the decorated function as the converter of operators that have none yet."""
 
         def enter(function: F) -> F:
@@ -144,10 +144,10 @@ class Converters(Registry[str, Entry]):
     def row(
         self,
         kinds: str,
-        function: Callable[..., Any],
+        function: Callable[..., object],
         *,
-        about: Any = None,
-        **attributes: Any,
+        about: object = None,
+        **attributes: object,
     ) -> None:
         """Enter operators, with spaces between them, that one function or class computes.
 
@@ -288,7 +288,7 @@ class Attributes(abc.ABC):
                 f"got the {self.noun} {', '.join(unknown)}, which are not supported"
             )
 
-    def attr(self, name: str, default: Any = None) -> Any:
+    def attr(self, name: str, default: object = None) -> Any:
         """Return an attribute in the type of ``default``, or ``default`` where it is left out.
 
         A type in place of a default means that the format requires the attribute; one such as
@@ -375,7 +375,9 @@ class FileNode(Attributes):
 
     # What converters write.
 
-    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Value:
+    def call(
+        self, function: Callable[..., object], *args: object, **kwargs: object
+    ) -> Value:
         """Call ``function`` in the forward of the result; at once where all arguments are known.
 
         The function takes tensors for known values; it must be importable by its name.
@@ -386,7 +388,7 @@ class FileNode(Attributes):
         return self.function_node(function, tuple(args), dict(kwargs))
 
     def call_parts(
-        self, count: int, function: Callable[..., Any], *args: Any
+        self, count: int, function: Callable[..., object], *args: object
     ) -> list[Value]:
         """Call a function that returns ``count`` tensors."""
         return self.parts(count, self.call(function, *args))
@@ -456,14 +458,14 @@ class FileNode(Attributes):
             )
         return Constant(result)
 
-    def _as_arguments(self, arguments: Any) -> Any:
+    def _as_arguments(self, arguments: object) -> Any:
         constant_types = (Constant, Ints)
         return _nested(
             arguments, lambda v: self.tensor(v) if isinstance(v, constant_types) else v
         )
 
 
-def _nested(arguments: Any, function: Callable[[Any], Any]) -> Any:
+def _nested(arguments: object, function: Callable[[Any], object]) -> Any:
     """Apply a function to what dictionaries, lists and tuples hold."""
     if isinstance(arguments, dict):
         return {key: _nested(item, function) for key, item in arguments.items()}
@@ -472,7 +474,7 @@ def _nested(arguments: Any, function: Callable[[Any], Any]) -> Any:
     return function(arguments)
 
 
-def _has_nodes(arguments: Any) -> bool:
+def _has_nodes(arguments: object) -> bool:
     nodes: list[Any] = []
     _nested(arguments, nodes.append)
     return any(isinstance(value, (fx.Node, Ints)) for value in nodes)

@@ -21,7 +21,7 @@ def one_call(function: _Function) -> _Function:
     """
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         proxy = next(_proxies_in((args, kwargs)), None)
         if proxy is None:
             return function(*args, **kwargs)

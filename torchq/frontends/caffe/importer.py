@@ -1,7 +1,6 @@
 """``from_caffe``: a network and its weights as a GraphModule of ordinary modules."""
 
 import re
-from typing import Any
 
 from torch import Tensor, fx
 
@@ -16,7 +15,7 @@ from torchq.frontends.caffe.node import CONVERTERS, CaffeLayer
 _DROPPED = re.compile(r"\w*Loss|Accuracy|Silence|HDF5Output|DetectionEvaluate")
 
 
-def from_caffe(prototxt: Any, caffemodel: Any) -> fx.GraphModule:
+def from_caffe(prototxt: object, caffemodel: object) -> fx.GraphModule:
     """Read a network of Caffe as a model of ordinary torch modules. Caffe is not needed.
 
     Convolutions, inner products, norms, pooling and activations become modules of

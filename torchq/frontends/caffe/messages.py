@@ -6,7 +6,7 @@ import codecs
 import math
 import re
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -221,7 +221,7 @@ _RAW_TYPES = {0: torch.float64, 1: torch.float32, 2: torch.float16}
 _DIM = 1
 
 
-def read_weights(source: Any, where: str) -> dict[str, list[Tensor]]:
+def read_weights(source: object, where: str) -> dict[str, list[Tensor]]:
     """Return the blobs of each layer that has some."""
     data, where = bytes_of(source, where, "weights")
     result: dict[str, list[Tensor]] = {}

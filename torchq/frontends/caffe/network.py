@@ -44,7 +44,7 @@ class Network:
     names: dict[Output, str]
 
 
-def read_network(source: Any, where: str) -> Network:
+def read_network(source: object, where: str) -> Network:
     """Read the description of a network."""
     message = parse_text(text_of(source, where, "network"), where)
     old = message.messages("layers")

@@ -63,7 +63,7 @@ def read_pt2e(other: fx.GraphModule, model: nn.Module) -> Layers:
     return layers
 
 
-def _dequantizes(node: Any) -> bool:
+def _dequantizes(node: object) -> bool:
     return isinstance(node, fx.Node) and str(node.target).startswith(
         f"{PACKAGE}.dequantize"
     )

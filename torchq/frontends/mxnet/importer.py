@@ -2,7 +2,6 @@
 
 import collections
 import re
-from typing import Any
 
 from torch import Tensor, fx
 
@@ -14,7 +13,7 @@ from torchq.frontends.mxnet.params import read_params
 from torchq.frontends.mxnet.symbol import Symbol, SymbolNode, infer_ndims, read_symbol
 
 
-def from_mxnet(symbol_json: Any, params: Any) -> fx.GraphModule:
+def from_mxnet(symbol_json: object, params: object) -> fx.GraphModule:
     """Read a network of MXNet as a model of ordinary torch modules. MXNet is not needed.
 
     Convolutions, fully connected and recurrent layers, norms, pooling and activations become

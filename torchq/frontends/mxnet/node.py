@@ -43,7 +43,7 @@ def _whole_numbers(text: str) -> list[int | None]:
 
 
 #: How the text of an attribute is read by its type, and what errors expect.
-_READERS: dict[Any, tuple[Callable[[str], Any], str]] = {
+_READERS: dict[object, tuple[Callable[[str], object], str]] = {
     bool: (_FLAGS.__getitem__, "True or False"),
     float: (float, "a number"),
     int: (_whole, "a whole number"),

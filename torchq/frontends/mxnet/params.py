@@ -7,7 +7,6 @@ compared with the bytes that are left before memory is taken.
 import math
 import struct
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ _MAX_NDIM = 32
 _MAX_DENSE = 2**28
 
 
-def read_params(source: Any, where: str) -> dict[str, Tensor]:
+def read_params(source: object, where: str) -> dict[str, Tensor]:
     """Return the arrays of a file by name, without the prefixes ``arg:`` and ``aux:``."""
     if isinstance(source, Mapping):
         named = {str(name): torch.as_tensor(array) for name, array in source.items()}

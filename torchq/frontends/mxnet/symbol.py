@@ -3,7 +3,6 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from torch import Tensor
 
@@ -37,7 +36,7 @@ class Symbol:
     heads: tuple[tuple[int, int], ...]
 
 
-def read_symbol(source: Any, where: str) -> Symbol:
+def read_symbol(source: object, where: str) -> Symbol:
     """Read a symbol."""
     try:
         data = parse_json(text_of(source, where, "symbol"), where)
@@ -54,7 +53,7 @@ def read_symbol(source: Any, where: str) -> Symbol:
     return Symbol(tuple(_with_hidden_states(nodes)), heads)
 
 
-def _node(entry: Any, number: int, where: str) -> SymbolNode:
+def _node(entry: object, number: int, where: str) -> SymbolNode:
     where = f"{where}: node {number}"
     if not isinstance(entry, dict):
         raise FrontendError(f"{where}: got {short_repr(entry)}; expected a JSON object")
@@ -82,7 +81,7 @@ def _node(entry: Any, number: int, where: str) -> SymbolNode:
     return SymbolNode(op, name, attributes, inputs)
 
 
-def _entries(value: Any, count: int, where: str) -> tuple[tuple[int, int], ...]:
+def _entries(value: object, count: int, where: str) -> tuple[tuple[int, int], ...]:
     """Return references to outputs of the first ``count`` nodes."""
     if not isinstance(value, list):
         raise FrontendError(f"{where}: got {short_repr(value)}; expected a list")

@@ -77,7 +77,7 @@ class GraphBuilder(graph.GraphBuilder):
         self.shaped: dict[Value, fx.Node] = {}
         self.four_bits: set[Constant] = set()
 
-    def convert_nodes(self, graph: Any) -> list[Value]:
+    def convert_nodes(self, graph: object) -> list[Value]:
         """Convert the nodes of a sub-graph in place, and return its outputs."""
         return self._convert(self, graph)
 
@@ -265,6 +265,6 @@ def qualified(domain: str, op_type: str) -> str:
     return f"{domain}.{op_type}" if domain else op_type
 
 
-def row(op_types: str, function: Callable[..., Any], **attributes: Any) -> None:
+def row(op_types: str, function: Callable[..., object], **attributes: object) -> None:
     """Enter operators on numbers that one function computes; see :meth:`Converters.row`."""
     CONVERTERS.row(op_types, function, about=NUMBERS, **attributes)

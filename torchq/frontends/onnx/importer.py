@@ -33,7 +33,7 @@ from torchq.frontends.onnx.shapes import free_batch_, infer_types
 from torchq.utils.optional import import_optional
 
 
-def from_onnx(source: Any, *, free_batch: bool = False) -> fx.GraphModule:
+def from_onnx(source: object, *, free_batch: bool = False) -> fx.GraphModule:
     """Read an ONNX file as a model of ordinary torch modules.
 
     Convolutions, linear layers, norms, pooling, recurrent layers and activations become modules of
@@ -236,7 +236,7 @@ def _operators(model: Any, where: str) -> collections.Counter[tuple[str, str]]:
     return collections.Counter((domain_of(node), node.op_type) for node in nodes)
 
 
-def prepare(model: Any, where: str) -> Any:
+def prepare(model: object, where: str) -> Any:
     """Return a model of nothing but operators that can be converted."""
     counts = _operators(model, where)
     version = opset_versions(model).get("", OLDEST)
@@ -260,7 +260,7 @@ def prepare(model: Any, where: str) -> Any:
     return model
 
 
-def _upgraded(model: Any, where: str, version: int) -> Any:
+def _upgraded(model: Any, where: str, version: int) -> object:
     """Return a model of an old opset in the oldest one that converters know."""
     sizes = {tensor.name: math.prod(tensor.dims) for tensor in model.graph.initializer}
     prelus = (node for node in model.graph.node if node.op_type == "PRelu")
@@ -293,7 +293,7 @@ def domain_of(message: Any) -> str:
 
 def _without_functions(
     model: Any, where: str, operators: Iterable[tuple[str, str]]
-) -> Any:
+) -> object:
     """Replace operators without a converter by the functions that the standard defines them by."""
     defs = import_optional("onnx", "from_onnx").defs
     versions = opset_versions(model)

@@ -18,7 +18,7 @@ Sizes = list["int | str | None"]
 
 
 def infer_types(
-    model: Any, where: str
+    model: object, where: str
 ) -> tuple[dict[str, Sizes], dict[str, torch.dtype | None]]:
     """Infer shapes, with the names of open sizes, and element types, as far as they are known."""
     light = _light_copy(model)

@@ -13,7 +13,6 @@ a division for each element.
 import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -283,6 +282,6 @@ def mask_gradient(grad: Tensor, mask: Tensor) -> Tensor:
     return out
 
 
-def _on(device: torch.device) -> AbstractContextManager[Any]:
+def _on(device: torch.device) -> AbstractContextManager[object]:
     """Make the tensor's device the current one, on which Triton launches."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -101,7 +101,7 @@ class Seen:
 
     calls: Mapping[int, FoundCalls]
     visits: Mapping[int, Sequence[Visit]]
-    returned: Sequence[tuple[Any, nn.Module]]
+    returned: Sequence[tuple[object, nn.Module]]
     overwritten: Set[tuple[int, str]] = frozenset()
     written_weights: Set[int] = frozenset()
     without_memory: Set[int] = frozenset()
@@ -137,8 +137,10 @@ class _Recorder(TorchFunctionMode):
         self._data: set[int] = set()
         # Tensor -> the parameters it depends on.
         self._weights: dict[int, frozenset[int]] = {}
-        self._alive: list[Any] = []  # An id is unique only as long as its tensor lives.
-        self.returned: list[tuple[Any, nn.Module]] = []
+        self._alive: list[
+            object
+        ] = []  # An id is unique only as long as its tensor lives.
+        self.returned: list[tuple[object, nn.Module]] = []
 
     @contextmanager
     def watching(self, root: nn.Module) -> Iterator[None]:
@@ -153,7 +155,7 @@ class _Recorder(TorchFunctionMode):
                 stack.callback(leave.remove)
             yield
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(self, module: nn.Module, args: object, kwargs: object) -> None:
         if not self._stack:
             for tensor in tensors_in((args, kwargs)):
                 self._alive.append(tensor)
@@ -165,7 +167,7 @@ class _Recorder(TorchFunctionMode):
         self._stack.append(module)
         self.found.setdefault(id(module), FoundCalls())
 
-    def _leave(self, module: nn.Module, args: Any, result: Any) -> Any:
+    def _leave(self, module: nn.Module, args: Any, result: Any) -> object:
         if getattr(module, "inplace", False) is True and any(result is a for a in args):
             result = self._overwrites.handed_on(result, (id(module), ""))
             if id(args[0]) in self._data:
@@ -185,8 +187,8 @@ class _Recorder(TorchFunctionMode):
         )
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> object:
         kwargs = kwargs or {}
         if self._stack:
             self._record(func, args, kwargs)
@@ -207,7 +209,9 @@ class _Recorder(TorchFunctionMode):
                     self._weights[id(tensor)] = origins
         return result
 
-    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _record(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, object]
+    ) -> None:
         owner = self._stack[-1]
         function = product_of(func, args)
         calls = self.found[id(owner)]
@@ -237,10 +241,10 @@ class _Recorder(TorchFunctionMode):
 
     def _unreached(
         self,
-        func: Any,
+        func: object,
         function: Operator | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
     ) -> dict[str, str]:
         """Return the name of a function that gets a weight in a call without a site -> a clause."""
         if func in (F.embedding, F.embedding_bag):
@@ -272,7 +276,7 @@ class _Recorder(TorchFunctionMode):
             function.word: f"calls {function.word} with a weight that is no parameter"
         }
 
-    def _is_with_weight(self, arguments: Any) -> bool:
+    def _is_with_weight(self, arguments: object) -> bool:
         """Return True if both data and a weight of several dimensions are among arguments."""
         tensors = list(tensors_in(arguments))
         weights = [t for t in tensors if t.dim() > 1 and self._origins(id(t))]
@@ -282,8 +286,8 @@ class _Recorder(TorchFunctionMode):
         self,
         owner: nn.Module,
         function: Operator,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
     ) -> tuple[CallSite | None, int]:
         if function.word == "attention":
             return CallSite("attention"), 0
@@ -306,7 +310,7 @@ class _Recorder(TorchFunctionMode):
         return None, 0
 
 
-def find_calls(model: nn.Module, example: Any) -> Seen:
+def find_calls(model: nn.Module, example: object) -> Seen:
     """Run ``model`` once on an example and return what its modules called."""
     modules = [
         m for m in model.modules() if not isinstance(m, (QuantModule, TensorQuantizer))

@@ -27,7 +27,7 @@ class IntegerForm:
 
 
 def integer_form(
-    function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    function: object, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> IntegerForm | None:
     """Return a call with a weight as integer kernels take it; None for calls that none takes."""
     row = operator_of(function)
@@ -55,7 +55,7 @@ def integer_form(
 def _convolution(
     function: Any,
     args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    kwargs: Mapping[str, object],
     x: Tensor,
     weight: Tensor,
 ) -> IntegerForm:

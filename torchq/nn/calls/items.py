@@ -24,15 +24,15 @@ def _has_key(self: Any, key: str) -> bool:
     return key in _children(self)
 
 
-def _keys(self: Any) -> Any:
+def _keys(self: Any) -> object:
     return _children(self).keys()
 
 
-def _values(self: Any) -> Any:
+def _values(self: Any) -> object:
     return _children(self).values()
 
 
-def _pairs(self: Any) -> Any:
+def _pairs(self: Any) -> object:
     return _children(self).items()
 
 
@@ -48,7 +48,7 @@ def _of_key(self: Any, key: str) -> nn.Module:
     return _children(self)[key]
 
 
-def _of_list(self: Any, index: Any) -> Any:
+def _of_list(self: Any, index: object) -> object:
     members = list(_children(self).values())
     return (
         self.float_class(members[index])
@@ -57,7 +57,7 @@ def _of_list(self: Any, index: Any) -> Any:
     )
 
 
-def _of_sequence(self: Any, index: Any) -> Any:
+def _of_sequence(self: Any, index: object) -> object:
     if isinstance(index, slice):
         return self.float_class(OrderedDict(list(_children(self).items())[index]))
     return list(_children(self).values())[_whole(index)]
@@ -67,9 +67,9 @@ def _whole(index: Any) -> int:
     return operator.index(index)
 
 
-_LISTS: dict[str, Callable[..., Any]] = {"__len__": _length, "__iter__": _iterated}
+_LISTS: dict[str, Callable[..., object]] = {"__len__": _length, "__iter__": _iterated}
 #: The methods of each container of torch that show its items.
-_METHODS: dict[type[nn.Module], dict[str, Callable[..., Any]]] = {
+_METHODS: dict[type[nn.Module], dict[str, Callable[..., object]]] = {
     nn.Sequential: {**_LISTS, "__getitem__": _of_sequence},
     nn.ModuleList: {**_LISTS, "__getitem__": _of_list},
     nn.ModuleDict: {

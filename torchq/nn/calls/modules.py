@@ -85,7 +85,7 @@ class ComputedCall(nn.Module):
         self.simulated = simulated
 
     def arguments(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, func: object, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[Any, ...] | None:
         """Return what ``forward`` takes for a call; None for a call that it does not compute."""
         raise NotImplementedError
@@ -207,8 +207,8 @@ class Routes:
 
 
 def _run_behind(
-    tap: Tap, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+    tap: Tap, function: object, args: tuple[object, ...], kwargs: dict[str, object]
+) -> object:
     """Carry out a function whose first operand a tap quantizes."""
     row = operator_of(function)
     if isinstance(tap, QuantTap) and row is not None:
@@ -227,8 +227,8 @@ def _run_call(
     call: CallSite,
     function: Any,
     args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+    kwargs: dict[str, object],
+) -> object:
     """Make a call with a weight on the operands that the quantizers of its holder give."""
     holder: Any = owner
     for name in call.holder.split(".") if call.holder else ():
@@ -263,9 +263,9 @@ def _run_call(
 def _on_integers(
     holder: QuantModule,
     call: CallSite,
-    function: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    function: object,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
 ) -> Tensor | None:
     """Return the result of a call with a weight by integer kernels; None where it simulates."""
     if holder.integer_kernel is None:
@@ -329,7 +329,7 @@ class RoutedModule(OperatorOwner):
             delattr(self, child)
         vars(self).pop("torchq_routes", None)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         # The class is made at run time: copies and pickles look it up by its float class.
         reduced: Any = super().__reduce_ex__(2)
         cls = type(self)
@@ -338,7 +338,7 @@ class RoutedModule(OperatorOwner):
 
 
 def _are_tensors(
-    function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    function: object, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> bool:
     """Return False where a call has a number in the place of a tensor, or another form."""
     row = operator_of(function)
@@ -348,7 +348,7 @@ def _are_tensors(
     )
 
 
-def _is_assigning(function: Any) -> bool:
+def _is_assigning(function: object) -> bool:
     """Return True for ``+=`` and its like, and methods such as ``add_``."""
     if isinstance(function, str):
         return function[-1] == "_"
@@ -643,7 +643,7 @@ def _graph_class(cls: type[Any]) -> type[RewrittenGraph]:
 
 
 def _unpickled(
-    cls: type[Any], kept: dict[str, Any], function: Any, arguments: Any
+    cls: type[Any], kept: dict[str, object], function: Any, arguments: Any
 ) -> fx.GraphModule:
     module: fx.GraphModule = function(*arguments)
     module.meta.update(kept)

@@ -8,7 +8,6 @@ on the same memory, so that whoever reads the memory through an older tensor is 
 """
 
 from collections import defaultdict
-from typing import Any
 
 from torch import Tensor
 
@@ -40,19 +39,19 @@ class Overwrites:
         self._alive.append(younger)
         return younger
 
-    def note_made(self, values: Any) -> None:
+    def note_made(self, values: object) -> None:
         """Note tensors that were made, or came in, just now."""
         for tensor in tensors_in(values):
             if id(tensor) not in self._born:
                 self._born[id(tensor)] = self._count
                 self._alive.append(tensor)
 
-    def note_read(self, function: Any, arguments: Any) -> None:
+    def note_read(self, function: object, arguments: object) -> None:
         """Note that a function reads tensors; ``shape`` and its like read none."""
         if self._writes and "metadata" not in effects_of(function_name(function)):
             self.note_returned(arguments)
 
-    def note_returned(self, values: Any) -> None:
+    def note_returned(self, values: object) -> None:
         """Note that tensors are read."""
         for tensor in tensors_in(values) if self._writes else ():
             born = self._born.get(id(tensor), 0)

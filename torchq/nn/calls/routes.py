@@ -65,7 +65,11 @@ class Recorder:
         self.overwrites = overwrites
 
     def run(
-        self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        name: str,
+        function: object,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
     ) -> Any:
         """Carry out a function or method and note it."""
         self.places.add(place_of(name))
@@ -132,12 +136,12 @@ class Route:
     def follow(
         self,
         site: str,
-        callee: Callable[..., Any],
-        known: Callable[..., Any],
-        new: Callable[..., Any],
+        callee: Callable[..., object],
+        known: Callable[..., object],
+        new: Callable[..., object],
         /,
-        *args: Any,
-        **kwargs: Any,
+        *args: object,
+        **kwargs: object,
     ) -> Any:
         """Call ``new``, with a router of its own, where ``callee`` is the function ``known``.
 
@@ -151,18 +155,23 @@ class Route:
         inner = Route(self._owner, f"{self._name(site)}.", f"{self._place}{site}.")
         return new(*args, **kwargs, __torchq_route__=inner)
 
-    def binary(self, site: str, name: str, first: Any, second: Any, /) -> Any:
+    def binary(self, site: str, name: str, first: object, second: object, /) -> Any:
         """Carry out ``operator.<name>(first, second)``, or call the child for it."""
         return self._run(site, getattr(operator, name), (first, second), {})
 
     def call(
-        self, site: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any
+        self,
+        site: str,
+        function: Callable[..., object],
+        /,
+        *args: object,
+        **kwargs: object,
     ) -> Any:
         """Carry out ``function(*args, **kwargs)``, or call the child for it."""
         return self._run(site, function, args, kwargs)
 
     def method(
-        self, site: str, name: str, owner: Any, /, *args: Any, **kwargs: Any
+        self, site: str, name: str, owner: object, /, *args: object, **kwargs: object
     ) -> Any:
         """Carry out ``owner.<name>(*args, **kwargs)``, or call the child for it."""
         return self._run(site, name, (owner, *args), kwargs)
@@ -173,7 +182,11 @@ class Route:
         return list(children.items() if how == "named_children" else children.values())
 
     def _run(
-        self, site: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        site: str,
+        function: object,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
     ) -> Any:
         routes = self._routes
         if routes.recorder is not None:
@@ -241,7 +254,9 @@ class CallSite:
         return cls(**data)
 
 
-def product_of(func: Callable[..., Any], args: tuple[Any, ...]) -> Operator | None:
+def product_of(
+    func: Callable[..., object], args: tuple[object, ...]
+) -> Operator | None:
     """Return the row of a product with a weight; None for others, and for einsum of not two."""
     row = operator_of(func)
     if row is None or not row.layer or (row.name == "einsum" and len(args) != 3):
@@ -257,7 +272,7 @@ def equivalent_class(kind: str) -> type[nn.Module]:
 
 
 def operand(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], place: tuple[int, str]
+    args: tuple[object, ...], kwargs: Mapping[str, object], place: tuple[int, str]
 ) -> Any:
     """Return the argument at a position or under a keyword, or None."""
     position, name = place
@@ -265,9 +280,9 @@ def operand(
 
 
 def with_operands(
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    changed: Mapping[tuple[int, str], Any],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    changed: Mapping[tuple[int, str], object],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments with some of them replaced, given by position and keyword."""
     new, named = list(args), dict(kwargs)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -85,7 +85,7 @@ class IntegerProducts(QuantModule):
 
     def product_of(self, product: Product) -> Tensor:
         """Return a product of :func:`attend`, of codes where a kernel has it."""
-        of_first: Any = product.of_first or self.softmax_quantizer
+        of_first: object = product.of_first or self.softmax_quantizer
         factors = (of_first, product.first), (product.of_second, product.second)
         to = self.reader_of_result() if product.place == "result" else None
         result = integer_matmul(self, factors, product.place, to=to)

@@ -156,7 +156,7 @@ class QuantBinary(QuantModule):
         )
 
 
-def _quantized(quantizer: nn.Module, value: Any) -> Any:
+def _quantized(quantizer: nn.Module, value: object) -> Any:
     return (
         quantizer(value)
         if isinstance(value, Tensor) and value.is_floating_point()

@@ -164,7 +164,7 @@ class QuantRecurrent(QuantModule, nn.RNNBase):
     def _given_state(
         self,
         input: Tensor,
-        hx: Any,
+        hx: object,
         rows: int,
         is_batched: bool,
         batch_sizes: Tensor | None,
@@ -267,7 +267,7 @@ class QuantRecurrent(QuantModule, nn.RNNBase):
         for weights, biases in map(self._weights, directions):
             kernel_weights += [*weights[:2], *biases, *weights[2:]]
         options = (self.bias, 1, 0.0, self.training, len(directions) > 1)
-        hx: Any = self._as_torch(state)
+        hx: object = self._as_torch(state)
         # In a padded sequence all sizes are one object, which may stand for an open dimension.
         if all(size is sizes[0] for size in sizes):
             steps = x.view(len(sizes), sizes[0], x.shape[-1])
@@ -282,7 +282,7 @@ class QuantRecurrent(QuantModule, nn.RNNBase):
         ]
         return y, ends
 
-    def _call_kernel(self, *args: Any) -> Any:
+    def _call_kernel(self, *args: object) -> Any:
         """Call torch's function; its arguments are those of padded or of packed sequences."""
         raise NotImplementedError
 

@@ -51,7 +51,7 @@ class _Run:
         )
 
 
-def _filled(structure: Any, tensors: list[Tensor]) -> Any:
+def _filled(structure: object, tensors: list[Tensor]) -> Any:
     """Return a model's output with other tensors in it, in order."""
     rest = iter(tensors)
     return map_tensors(structure, lambda _: next(rest))
@@ -73,7 +73,9 @@ class Runs:
         self._metric = metric
         self._runs = [_Run(way, names) for way in (FLOAT, SIMULATION, *ways)]
 
-    def add(self, batch: Any, structure: Any, results: Sequence[list[Tensor]]) -> None:
+    def add(
+        self, batch: object, structure: object, results: Sequence[list[Tensor]]
+    ) -> None:
         """Add the results of all runs on one batch, in order; ``structure`` is a model's output."""
         in_float, simulated = results[:2]
         for run, outputs in zip(self._runs, results, strict=True):

@@ -59,7 +59,7 @@ _LAYERS = _TRANSPOSED | {"linear", "conv1d", "conv2d"}
 _GROUPS_OF_TRANSPOSED = 6
 
 
-def kind_of(node: Any) -> str:
+def kind_of(node: object) -> str:
     """Return the name of the operator that a node calls: "conv2d"; "" for others."""
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return ""
@@ -106,7 +106,7 @@ def _is_mutable(node: Node) -> bool:
 # --- pairs --------------------------------------------------------------------------------------
 
 
-def is_q(node: Any) -> bool:
+def is_q(node: object) -> bool:
     """Return True for the Q operator of an activation."""
     return kind_of(node) == "quantize_per_tensor"
 
@@ -247,7 +247,7 @@ def quantize_in_front_of_moves(graph: fx.Graph) -> None:
                 pending.append(pair.args[0])
 
 
-def _all_quantize(node: Node, grid: tuple[Any, ...]) -> bool:
+def _all_quantize(node: Node, grid: tuple[object, ...]) -> bool:
     return all(is_q(user) and _grid(user) == grid for user in node.users)
 
 
@@ -277,7 +277,7 @@ def merge_pairs(graph: fx.Graph) -> None:
     Before: two Q of one grid read a tensor. DQ -> Q of one grid.
     After: one Q is left; the readers of the second Q read the first codes.
     """
-    first_by_grid: dict[tuple[Any, ...], Node] = {}
+    first_by_grid: dict[tuple[object, ...], Node] = {}
     for node in list(graph.nodes):
         if not is_q(node):
             continue

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -78,7 +77,7 @@ class PteReport:
 
 def export_pte(
     model: nn.Module,
-    example: Any,
+    example: object,
     path: str | os.PathLike[str],
     *,
     progress: bool = True,

@@ -11,7 +11,6 @@ import importlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +35,7 @@ CODES = torch.int8
 _BYTE = 8
 
 
-def to_exported_program(model: nn.Module, example: Any) -> ExportedProgram:
+def to_exported_program(model: nn.Module, example: object) -> ExportedProgram:
     """Return a calibrated model as a ``torch.export`` program in the form of PT2E quantization.
 
     It is what partitioners of ExecuTorch and other readers of that form take. Activations are int8
@@ -68,7 +67,7 @@ def to_exported_program(model: nn.Module, example: Any) -> ExportedProgram:
     return traced(simulated_copy(model), example)[0]
 
 
-def traced(model: nn.Module, example: Any) -> tuple[ExportedProgram, dict[str, str]]:
+def traced(model: nn.Module, example: object) -> tuple[ExportedProgram, dict[str, str]]:
     """Return the program, and the layers with quantized weights; see :func:`write_form`.
 
     ``model`` is a copy that may be changed; a float model is traced as it is.
@@ -143,7 +142,7 @@ def _problem(quantizer: TensorQuantizer, is_weight: bool) -> str:
 
 @contextmanager
 def _pairs(
-    model: nn.Module, active: dict[str, TensorQuantizer], example: Any
+    model: nn.Module, active: dict[str, TensorQuantizer], example: object
 ) -> Iterator[None]:
     """Let quantizers call the operators of PT2E inside the ``with`` block."""
     weights = weight_quantizers(model)
@@ -203,7 +202,7 @@ def _of_channels(axis: int, x: Tensor, quantizer: TensorQuantizer) -> Tensor:
 
 
 def _weight_codes(
-    model: nn.Module, of_weights: dict[str, TensorQuantizer], example: Any
+    model: nn.Module, of_weights: dict[str, TensorQuantizer], example: object
 ) -> dict[str, Tensor]:
     """Return the codes of each weight that the model reads in a run on the example.
 

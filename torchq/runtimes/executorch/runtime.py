@@ -7,7 +7,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -148,7 +148,7 @@ class ExecuTorch(FileEngine):
 
 
 def _take_tensors_alone(
-    model: nn.Module, example: Any, structure: Structure
+    model: nn.Module, example: object, structure: Structure
 ) -> dict[str, Tensor]:
     """Let a model take the tensors of an example and return tensors; return the former by name.
 

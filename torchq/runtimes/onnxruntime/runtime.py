@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from torchq.errors import ConfigError
 from torchq.onnx.ir import load_model
@@ -134,7 +133,7 @@ class OnnxRuntime(SessionEngine):
     versions: str = "1.31 and 1.32"
     proved: str = "equal codes"
     timer: str = "onnxruntime_perf_test -I {file}"
-    session: Callable[..., Any] | None = Session
+    session: Callable[..., object] | None = Session
     provider: str = "cpu"
 
     def __post_init__(self) -> None:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -51,7 +50,7 @@ def write_context(
     chip: str,
     compile_graph: Callable[[bytes], bytes],
     model: nn.Module,
-    example: Any,
+    example: object,
     path: str | os.PathLike[str],
     *,
     progress: bool = True,

@@ -71,10 +71,10 @@ def compiled(
         return (folder / "context.onnx").read_bytes()
 
 
-def _answer_of(path: Path) -> Mapping[str, Any]:
+def _answer_of(path: Path) -> Mapping[str, object]:
     if not path.exists():
         return {"error": "the process that compiles died", "unsupported": []}
-    answer: Mapping[str, Any] = json.loads(path.read_text("utf-8"))
+    answer: Mapping[str, object] = json.loads(path.read_text("utf-8"))
     return answer
 
 

@@ -463,7 +463,7 @@ def _remove_idle_casts(model: Model) -> None:
 
 
 @cache
-def _known_schema(op_type: str, opset: int) -> Any:
+def _known_schema(op_type: str, opset: int) -> object:
     defs = import_optional("onnx", "export_onnx").defs
     return defs.get_schema(op_type, opset) if defs.has(op_type, opset) else None
 

@@ -38,7 +38,7 @@ def scalar_or_value(node: NodeContext, index: int) -> Any:
 
 
 def _on_sizes(
-    node: NodeContext, function: Callable[..., Any], dtype: torch.dtype | None = None
+    node: NodeContext, function: Callable[..., object], dtype: torch.dtype | None = None
 ) -> Value:
     """Compute on sizes, element by element; None where an input is another tensor."""
     columns: list[Any] = []
@@ -96,7 +96,7 @@ def _pow(node: NodeContext) -> Value:
     return node.call(power, *node.inputs)
 
 
-_VARIADIC: dict[str, Callable[..., Any]] = {
+_VARIADIC: dict[str, Callable[..., object]] = {
     "Max": torch.maximum,
     "Min": torch.minimum,
     "Sum": torch.add,

@@ -90,7 +90,7 @@ def _constant_of_shape(node: NodeContext) -> Value:
 
 @converter("Range")
 def _range(node: NodeContext) -> Value:
-    bounds: list[Any] = []  # numbers, and nodes that compute a size
+    bounds: list[object] = []  # numbers, and nodes that compute a size
     for value in node.inputs:
         if isinstance(value, Ints):
             bounds += value.items
@@ -300,7 +300,7 @@ def _slice(node: NodeContext) -> Value:
 
 
 @one_call
-def _getitem(x: Any, index: Any) -> Any:
+def _getitem(x: Any, index: Any) -> object:
     return x[index]
 
 

@@ -38,7 +38,7 @@ def _resize(node: NodeContext) -> Value:
     )
     scales = node.constant(2)
     sizes = None
-    factors: Any = scales.tolist() if scales is not None and scales.numel() else None
+    factors: object = scales.tolist() if scales is not None and scales.numel() else None
     if factors is None and node.input(3) is not None:
         sizes = node.ints_or_input(3)
     elif factors is None:
@@ -68,7 +68,11 @@ def _resize(node: NodeContext) -> Value:
 
 
 def _as_upsample(
-    node: NodeContext, factors: Any, sizes: Any, axes: list[int], options: ResizeOptions
+    node: NodeContext,
+    factors: object,
+    sizes: object,
+    axes: list[int],
+    options: ResizeOptions,
 ) -> Value:
     """Return a call of torch's own resizing of images where it computes the same, else None."""
     shape, mode = node.shape(0), _torch_mode(options)
