@@ -283,7 +283,7 @@ def gather_facts(
     alive: list[Tensor] = []  # An address is unique only as long as its tensor lives.
     started: list[int] = []
 
-    def enter(name: str, args: Any, kwargs: object, _: None) -> None:
+    def enter(name: str, args: Sequence[object], kwargs: object, _: None) -> None:
         started.append(total())
         if args and isinstance(args[0], Tensor) and args[0].numel():
             x = args[0]
@@ -397,7 +397,9 @@ def _damages(
     )
 
 
-def _run_alone(module: nn.Module, args: Any, kwargs: Any) -> object:
+def _run_alone(
+    module: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]
+) -> object:
     return module.forward(*args, **kwargs)
 
 

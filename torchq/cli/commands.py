@@ -90,7 +90,7 @@ def _sizes(text: str) -> list[int]:
     return [int(size) for size in text.split(",")]
 
 
-def _random_inputs(model: Any, shapes: list[list[int]]) -> tuple[Tensor, ...]:
+def _random_inputs(model: nn.Module, shapes: list[list[int]]) -> tuple[Tensor, ...]:
     """Return random inputs, of ``shapes`` or of those that the file states, open sizes 1."""
     names: Any = model.input_names
     input_shapes: Any = model.input_shapes

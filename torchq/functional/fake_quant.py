@@ -78,7 +78,7 @@ class AffineFakeQuantizeFunction(torch.autograd.Function):
         return (y, mask) if with_mask else y
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         """Keep the mask of the gradient, or what all gradients are computed from."""
         x, scale, _, low, high, ctx.format, ctx.backend, ctx.with_mask = inputs
         if ctx.with_mask:
@@ -310,7 +310,7 @@ class FakeQuantizeFunction(torch.autograd.Function):
         return (y, mask) if with_mask else y
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         """Keep the mask of the gradient, or what all gradients are computed from."""
         x, amax, ctx.format, ctx.scale_format, ctx.backend, ctx.learned, with_mask = (
             inputs

@@ -40,7 +40,7 @@ class FixedFakeQuantizeFunction(torch.autograd.Function):
         return kernel(x, with_mask=True)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[object, ...], output: Any) -> None:
+    def setup_context(ctx: Any, inputs: tuple[object, ...], output: Tensor) -> None:
         """Keep the mask of the gradient."""
         ctx.mark_non_differentiable(output[1])
         # Otherwise the mask would get a gradient of zeros.

@@ -177,7 +177,7 @@ class BlockRule:
             return False
         return self.when is None or self.when(block)
 
-    def convert(self, block: Any, merge: Merge) -> Any:
+    def convert(self, block: nn.Module, merge: Merge) -> Any:
         """Bring ``block`` into its deployed form, in place.
 
         Args:

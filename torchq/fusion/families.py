@@ -99,7 +99,7 @@ class ImplicitHeadRule(BlockRule):
         return None
 
 
-def _needs_more_than_one(block: Any) -> bool:
+def _needs_more_than_one(block: nn.Module) -> bool:
     """Return True if the forward of ``block`` has more than one required argument."""
     parameters = inspect.signature(block.forward).parameters.values()
     positional = [
@@ -120,7 +120,7 @@ def _add_ghost(block: Any, x: Tensor) -> object:
     return sum((norm(conv(x)) for conv, norm in pairs), start=block.cheap_operation(x))
 
 
-def _empty_ghost(block: Any) -> None:
+def _empty_ghost(block: nn.Module) -> None:
     block.fusion_conv, block.fusion_bn = nn.ModuleList(), nn.ModuleList()
 
 

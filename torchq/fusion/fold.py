@@ -86,7 +86,7 @@ class LayerNumbers:
             torch.isfinite(self.weight).all() and torch.isfinite(self.bias).all()
         )
 
-    def put_into(self, layer: Any) -> None:
+    def put_into(self, layer: nn.Module) -> None:
         """Replace the parameters of ``layer``. Other owners of the old tensors keep them."""
         replace_parameter(layer, "weight", self.weight)
         replace_parameter(layer, "bias", self.bias)
@@ -229,7 +229,7 @@ def _exact(layer: Any, before: bool, scale: Tensor, shift: Tensor) -> KernelBias
 def _error(
     pair: Pair,
     norm: nn.Module,
-    layer: Any,
+    layer: nn.Module,
     exact: KernelBias,
     pad: ConstantPad | None,
 ) -> float:

@@ -424,8 +424,8 @@ def _ints(value: Any, spatial_dims: int) -> Ints:
 
 @_operator("conv1d conv2d conv3d")
 def _conv(
-    a: Any,
-    weight: Any,
+    a: Tensor,
+    weight: Tensor,
     bias: Any = None,
     stride: object = 1,
     padding: object = 0,

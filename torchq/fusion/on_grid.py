@@ -239,7 +239,7 @@ def _compare_on_random(trial: Trial) -> None:
         _compare_call(trial, folded, result, x)
 
 
-def _compare_norm(trial: Trial, norm: Any) -> None:
+def _compare_norm(trial: Trial, norm: nn.Module) -> None:
     """Compare a BatchNorm of no class of torch with its factor and shift, in float64."""
     norm = copy_module(norm)
     if hasattr(norm, "act"):  # it stays

@@ -420,7 +420,7 @@ class _Finder:
         paths = tuple(follower.name for follower in followers)
         return Pair(name, paths, True, pads, self.flow.origin)
 
-    def _may_pad(self, followers: list[Call], norm: Any) -> bool:
+    def _may_pad(self, followers: list[Call], norm: nn.Module) -> bool:
         """Return True if the one layer behind ``norm`` may be padded explicitly."""
         layer: Any = followers[0].module
         if not self.constant_pad or len(followers) > 1 or isinstance(layer, TRANSPOSED):

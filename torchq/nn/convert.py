@@ -102,7 +102,7 @@ class QuantModule(nn.Module):
         *args: Any,
         input_descriptor: QuantDescriptor | None = None,
         weight_descriptor: QuantDescriptor | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ):
         super().__init__(*args, **kwargs)
         input = input_descriptor or QuantDescriptor()
@@ -346,7 +346,7 @@ class _DerivedTwin(QuantModule):
 
 
 @cache
-def _derived_twin(cls: type[Any], twin: type[Any]) -> type[QuantModule]:
+def _derived_twin(cls: type[nn.Module], twin: type[nn.Module]) -> type[QuantModule]:
     doc = f"Quantized :class:`{qualified_name(cls)}`."
     return class_below((_DerivedTwin, twin, cls), f"Quant{cls.__name__}", doc)
 
@@ -507,7 +507,7 @@ def changes_nothing(cls: type[nn.Module], base: type[nn.Module]) -> bool:
     )
 
 
-def is_parametrized_class(cls: type[Any]) -> bool:
+def is_parametrized_class(cls: type[nn.Module]) -> bool:
     """Return True if torch made ``cls`` for one module with parametrizations."""
     return any(
         isinstance(value, property) and value.fget.__module__ == parametrize.__name__
@@ -515,12 +515,12 @@ def is_parametrized_class(cls: type[Any]) -> bool:
     )
 
 
-def unparametrized(cls: type[Any]) -> type[Any]:
+def unparametrized(cls: type[nn.Module]) -> type[Any]:
     """Return the class that a module had before its parametrizations; ``cls`` if it has none."""
     return cls.__bases__[0] if is_parametrized_class(cls) else cls
 
 
-def parametrized_like(cls: type[Any], example: type[Any]) -> type[Any]:
+def parametrized_like(cls: type[nn.Module], example: type[nn.Module]) -> type[Any]:
     """Return a class below ``cls`` with the parametrized tensors of ``example``, as torch's."""
     body = {
         key: value

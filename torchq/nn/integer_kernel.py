@@ -188,7 +188,7 @@ def evaluation_of(model: nn.Module) -> str:
     return "; ".join(lines)
 
 
-def _has_kernel(module: Any) -> bool:
+def _has_kernel(module: nn.Module) -> bool:
     """Return True for a module whose result, or whose products, an integer kernel computes."""
     if module.rounded_by:
         return True
@@ -368,7 +368,7 @@ class _Simulated:
 
 
 def _grid_of_result(
-    module: Any, kernel: IntegerKernel, *, gives_float: bool
+    module: nn.Module, kernel: IntegerKernel, *, gives_float: bool
 ) -> CodeGrid | _Simulated | None:
     """Return the grid that a kernel rounds results to; None where they are float."""
     result = kernel.result

@@ -340,7 +340,7 @@ class _LearnedBlock:
         self.ranges = [_LearnedRange(q) for q in ranges]
         self.biases = [m.bias for m in block.layers.values() if m.bias is not None]
 
-    def run(self, args: Any, kwargs: Any) -> Any:
+    def run(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
         """Return the output of the block with its soft weights; differentiable."""
         with ExitStack() as stack:
             for name, soft in self.weights.items():
@@ -390,7 +390,7 @@ def _output_error(out: object, target: object) -> Tensor:
     return total
 
 
-def _mean_error(block: Any, data: BlockData) -> float:
+def _mean_error(block: nn.Module, data: BlockData) -> float:
     """Return the error of the block as it is now, over all batches."""
     errors = []
     for inputs, target in data:

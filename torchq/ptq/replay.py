@@ -204,7 +204,7 @@ class _AdditionWatch(TorchFunctionMode):
         self,
         func: Any,
         types: object,
-        args: Any = (),
+        args: Sequence[object] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
         if getattr(func, "__name__", "") in _ADDITIONS and not kwargs:
@@ -410,7 +410,7 @@ class Replay:
             if what == until:
                 raise _Stop
 
-        def enter(name: str, args: Any, kwargs: Any, _: None) -> None:
+        def enter(name: str, args: Sequence[object], kwargs: Any, _: None) -> None:
             note("inputs", name, first_input(args, kwargs))
 
         def leave(name: str, args: object, kwargs: object, out: Tensor) -> None:

@@ -314,7 +314,7 @@ def _observe_inputs(
     moments_by_layer: dict[str, list[tuple[Tensor, Tensor]]] = {}
     each = max(1, _ROWS // len(batches))
 
-    def note(name: str, args: Any, kwargs: Any, _: None) -> None:
+    def note(name: str, args: Any, kwargs: Mapping[str, object], _: None) -> None:
         x = first_input(args, kwargs).detach().float()
         rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
         largest = torch.cat([rows.abs(), rows.new_zeros(1, rows.shape[1])]).amax(0)

@@ -286,7 +286,12 @@ class _Seen:
         return {path: roots for path, roots in found.items() if roots}
 
     def _called(
-        self, path: str, module: nn.Module, args: Any, kwargs: object, result: object
+        self,
+        path: str,
+        module: nn.Module,
+        args: Sequence[object],
+        kwargs: object,
+        result: object,
     ) -> None:
         """Note a call of a quantized module, before it with ``result`` None, and after it."""
         if result is None:

@@ -322,7 +322,7 @@ _CONTAINERS = (dict, list, tuple, set, collections.deque)
 
 
 @functools.cache
-def _may_hold_results(cls: type[Any]) -> bool:
+def _may_hold_results(cls: type[nn.Module]) -> bool:
     """Return True for the class of plain objects that a forward may store results in."""
     is_plain = not issubclass(cls, (nn.Module, type))
     return is_plain and cls.__module__.partition(".")[0] not in _LIBRARIES

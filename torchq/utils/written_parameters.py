@@ -65,7 +65,7 @@ def _parameters_at(module: nn.Module, chain: _Chain) -> Iterator[nn.Parameter]:
         yield from module.parameters()
 
 
-def _chains_of(cls: type[Any]) -> Iterator[_Chain]:
+def _chains_of(cls: type[nn.Module]) -> Iterator[_Chain]:
     for base in cls.__mro__:
         if base.__module__.partition(".")[0] in _LIBRARIES:
             continue

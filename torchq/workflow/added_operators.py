@@ -210,7 +210,9 @@ def arguments_of(runs: Runs, batch: object) -> tuple[tuple[Any, ...], dict[str, 
     return calls[-1]
 
 
-def as_example(model: nn.Module, args: Any, kwargs: Any) -> Any:
+def as_example(
+    model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]
+) -> Any:
     """Return the arguments of a call as what functions take for an example."""
     if not kwargs:
         return args[0] if len(args) == 1 else args
@@ -345,7 +347,12 @@ class _Errors:
             yield
 
     def _call(
-        self, name: str, module: nn.Module, forward: Any, *args: Any, **kwargs: Any
+        self,
+        name: str,
+        module: nn.Module,
+        forward: Any,
+        *args: object,
+        **kwargs: object,
     ) -> object:
         with torch.no_grad():
             quantized = floats_in(forward(*args, **kwargs))

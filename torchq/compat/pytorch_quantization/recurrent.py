@@ -30,7 +30,7 @@ class _Recurrent(QuantMixin):
 
     default_quant_desc_weight = tensor_quant.QUANT_DESC_8BIT_LINEAR_WEIGHT_PER_ROW
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: Any) -> None:
         others = {key: kwargs.pop(key) for key in set(kwargs) - _OWN}
         descriptors = pop_quant_desc_in_kwargs(type(self), **others)
         if kwargs.get("proj_size"):

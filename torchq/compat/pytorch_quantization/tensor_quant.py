@@ -97,7 +97,7 @@ class _StraightThrough(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         """Save the mask of elements within the range."""
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward(gradient_mask(inputs[0], _range(*inputs[:2])))
@@ -144,7 +144,7 @@ class TensorQuantFunction(_StraightThrough):
         return codes, scale.to(inputs.dtype)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         """Save the mask of elements within the range; the scale has no gradient."""
         ctx.mark_non_differentiable(output[1])
         _StraightThrough.setup_context(ctx, inputs, output)

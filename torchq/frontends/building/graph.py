@@ -443,7 +443,9 @@ class FileNode(Attributes):
         node.meta[f"{self.format}_op"] = self.op_type
         return node
 
-    def _folded(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Value:
+    def _folded(
+        self, function: Callable[..., Any], args: Sequence[object], kwargs: Any
+    ) -> Value:
         with torch.no_grad():
             args, kwargs = _nested(
                 (args, kwargs), lambda value: getattr(value, "tensor", value)

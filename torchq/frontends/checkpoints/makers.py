@@ -224,7 +224,7 @@ def read_quanto(other: nn.Module, model: nn.Module) -> Layers:
     }
 
 
-def _quanto_layer(module: Any) -> Layer | str:
+def _quanto_layer(module: nn.Module) -> Layer | str:
     if module.activation_qtype is not None:
         return "activations as tensors of codes"
     weight = module.qweight

@@ -167,7 +167,7 @@ class _Recorder(TorchFunctionMode):
         self._stack.append(module)
         self.found.setdefault(id(module), FoundCalls())
 
-    def _leave(self, module: nn.Module, args: Any, result: Any) -> object:
+    def _leave(self, module: nn.Module, args: Sequence[object], result: Any) -> object:
         if getattr(module, "inplace", False) is True and any(result is a for a in args):
             result = self._overwrites.handed_on(result, (id(module), ""))
             if id(args[0]) in self._data:

@@ -356,12 +356,12 @@ def _is_assigning(function: object) -> bool:
 
 
 @cache
-def _readings(cls: type[Any]) -> list[Rewritten]:
+def _readings(cls: type[nn.Module]) -> list[Rewritten]:
     """Return what was read so far of the forwards of a class, which may change."""
     return []
 
 
-def rewritten(cls: type[Any]) -> Rewritten:
+def rewritten(cls: type[nn.Module]) -> Rewritten:
     """Return the forward of a class with routes, as its code is now."""
     readings = _readings(cls)  # type: ignore[arg-type]
     current = next((reading for reading in readings if reading.is_current), None)
@@ -385,7 +385,7 @@ def forward_digest(module: nn.Module) -> str:
 
 @cache
 def _routed_class(
-    cls: type[Any], found: Rewritten, is_container: bool
+    cls: type[nn.Module], found: Rewritten, is_container: bool
 ) -> type[RoutedModule]:
     """Return the class of routed modules: one for each forward, so types of copies agree."""
     if found.forward is None:
@@ -637,13 +637,16 @@ class RewrittenGraph(OperatorOwner):
 
 
 @cache
-def _graph_class(cls: type[Any]) -> type[RewrittenGraph]:
+def _graph_class(cls: type[nn.Module]) -> type[RewrittenGraph]:
     doc = f":class:`{qualified_name(cls)}` with operators replaced by child modules."
     return class_below((RewrittenGraph, cls), f"Rewritten{cls.__name__}", doc)
 
 
 def _unpickled(
-    cls: type[Any], kept: dict[str, object], function: Any, arguments: Any
+    cls: type[nn.Module],
+    kept: dict[str, object],
+    function: Any,
+    arguments: Sequence[object],
 ) -> fx.GraphModule:
     module: fx.GraphModule = function(*arguments)
     module.meta.update(kept)

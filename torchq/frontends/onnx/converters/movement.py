@@ -300,7 +300,7 @@ def _slice(node: NodeContext) -> Value:
 
 
 @one_call
-def _getitem(x: Any, index: Any) -> object:
+def _getitem(x: Any, index: object) -> object:
     return x[index]
 
 
