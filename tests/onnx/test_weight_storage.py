@@ -90,7 +90,13 @@ def test_convolutions_in_float_have_float_weights(path: Path) -> None:
     assert all(
         "its weight" in node.reason for node in report.fallbacks if node.kind == "Conv"
     )
-    assert torchq.verify_onnx(model, path, [x]).ok
+    verified = torchq.verify_onnx(model, path, [x])
+    assert verified.ok and verified.coverage is not None
+    assert verified.coverage.share == 0 and len(verified.coverage.float_kernels) == 3
+    assert (
+        "this file computes in float: 3 of its layers are quantized and have float"
+        in (str(verified))
+    )
 
 
 def test_with_an_example_convolutions_return_codes(path: Path) -> None:

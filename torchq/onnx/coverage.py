@@ -47,7 +47,9 @@ class Coverage:
         float_weights: names of those that read a weight in float.
         before_norms: names of those that read codes, but in front of a BatchNorm that was not
             folded: the runtimes have no integer kernel of both.
-        float_inputs: names of the others, of which an input is not quantized.
+        float_inputs: names of those of which an input is not quantized.
+        float_kernels: names of those with quantized factors that the file hands to a float kernel
+            of its runtime, with the values of the codes as weight.
     """
 
     share: float | None
@@ -56,6 +58,7 @@ class Coverage:
     float_weights: tuple[str, ...]
     before_norms: tuple[str, ...]
     float_inputs: tuple[str, ...]
+    float_kernels: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, graph: Model) -> Coverage:
@@ -71,7 +74,9 @@ class Coverage:
         coded = [node for node in nodes if _reads_codes(node)]
         norms = [node for node in coded if _stands_before_norm(node)]
         integers = [node for node in coded if node not in norms]
-        others = [node for node in nodes if node not in weights and node not in coded]
+        kernels = [node for node in nodes if _has_float_kernel(node)]
+        named = [*weights, *coded, *kernels]
+        others = [node for node in nodes if node not in named]
         total = sum(work.values())
         return cls(
             share=sum(work[id(node)] for node in integers) / total if total else None,
@@ -80,6 +85,7 @@ class Coverage:
             float_weights=tuple(map(_name, weights)),
             before_norms=tuple(map(_name, norms)),
             float_inputs=tuple(map(_name, others)),
+            float_kernels=tuple(map(_name, kernels)),
         )
 
     def __str__(self) -> str:
@@ -96,6 +102,10 @@ class Coverage:
                 self.before_norms, "stand in front of a BatchNorm that was not folded"
             ),
             _counted(self.float_inputs, "read an input in float"),
+            _counted(
+                self.float_kernels,
+                "are quantized and have float kernels, as their results are not quantized",
+            ),
         ]
         return ", ".join(part for part in parts if part)
 
@@ -132,6 +142,12 @@ def _has_float_weight(node: Node) -> bool:
     return any(_is_stored_float(value) for value in _factors(node))
 
 
+def _has_float_kernel(node: Node) -> bool:
+    """Return True if one factor is stored as the float values of its codes."""
+    sources = (_before_moves(value) for value in _factors(node))
+    return any(str(source.name).endswith(FLOAT_WEIGHT) for source in sources)
+
+
 def _is_stored_float(value: Value) -> bool:
     source = _before_moves(value)
     return is_constant(source) and not str(source.name).endswith(FLOAT_WEIGHT)
@@ -140,10 +156,7 @@ def _is_stored_float(value: Value) -> bool:
 def _is_code(value: Value) -> bool:
     source = _before_moves(value)
     producer = source.producer()
-    # The values of codes, for runtimes that want weights like this.
-    if producer is None:
-        return str(source.name).endswith(FLOAT_WEIGHT)
-    return producer.op_type == "DequantizeLinear"
+    return producer is not None and producer.op_type == "DequantizeLinear"
 
 
 def _before_moves(value: Value) -> Value:

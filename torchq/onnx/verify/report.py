@@ -32,6 +32,8 @@ HALF_SHARES = {torch.float16: 0.05, torch.bfloat16: 0.5}
 #: Sums and means of codes, whose scales are a simple ratio apart, lie at ties, which this breaks.
 HALF_SHARE_OF_SUMS = 0.5
 _GOOD_SHARE = 0.999
+#: The share of multiply-adds on integers from which on nobody asks why the rest is not.
+_MOST = 0.9
 
 
 @dataclass(frozen=True)
@@ -258,8 +260,9 @@ class VerifyReport:
         stored, as_float = self.size
         size = f"; its tensors have {stored / as_float:.0%} of their size in float32"
         yield f"{self.coverage}{size if as_float else ''}"
-        if self.coverage.share is not None and not self.coverage.on_integers:
-            yield f"this file computes in float: {self.coverage.reason}"
+        if self.coverage.share is not None and self.coverage.share < _MOST:
+            what = "the rest" if self.coverage.on_integers else "this file"
+            yield f"{what} computes in float: {self.coverage.reason}"
 
     def table(self) -> str:
         """Return a row for each scale, weight, bias and quantizer, in the order of the model."""
