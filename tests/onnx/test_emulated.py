@@ -200,7 +200,7 @@ def test_a_fault_of_the_file_is_no_fault_of_the_chip(
     )
     assert not report.ok
     assert report.verdicts[0].ok is False
-    assert report.hint.startswith("export again")
+    assert report.hint.startswith("the file holds another state")
 
 
 def test_the_metric_of_each_run_is_a_mean_over_batches(

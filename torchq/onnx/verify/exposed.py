@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -148,12 +148,14 @@ class ExposedFile:
         return Ran(results[: self._count], exposed, exposed)
 
 
-class ExposedOneByOne:
+class ExposedApart:
     """A file that returns the codes of every quantizer from the session that a user opens.
 
-    A result more may change which kernels a runtime makes of the nodes beside it. So each quantizer
-    has a session of its own, which shows its codes alone: whatever stands in front of it runs as in
-    the session of a user.
+    A result more may change which kernels a runtime makes of the nodes beside it. So a session
+    shows quantizers of which none stands near another: the layer that computes what is shown, and
+    those around it, run as in the session of a user. A code at a tie may be another one far in
+    front, though, and be taken for the doing of a layer. Where one differs, it and what it reads
+    have sessions of their own.
 
     Attributes:
         session: What runs, in words.
@@ -172,24 +174,83 @@ class ExposedOneByOne:
         self._nodes = nodes
         self._runtime = runtime
         self._progress = progress
-        self.session = f"the file in {runtime.name}, one layer shown at a time"
+        self._fronts = _fronts(nodes)
+        self._groups = groups_apart(self._fronts)
+        self._codes: dict[str, Tensor] = {}
+        self.session = f"the file in {runtime.name}, layers shown apart"
         self.dropped: tuple[str, ...] = ()
+
+    def show_alone(self, names: Iterable[str]) -> None:
+        """Show quantizers and those in front of them in sessions of their own; keep the others."""
+        alone = {near for name in names for near in (name, *self._fronts[name])}
+        self._groups = [[name] for name in self._nodes if name in alone]
 
     def run(self, feeds: Mapping[str, Tensor]) -> Ran:
         """Return the outputs of a user's session, and the codes of each quantizer."""
-        codes: dict[str, Tensor] = {}
         bar = progress_bar(
-            self._nodes.items(),
-            description="layers of the session",
-            enabled=self._progress,
+            self._groups, description="layers of the session", enabled=self._progress
         )
-        for name, node in bar:
-            shown = ExposedFile(
-                self._path, {name: node}, self._runtime, optimized=False
-            )
-            codes |= shown.run(feeds).computed
+        for group in bar:
+            nodes = {name: self._nodes[name] for name in group}
+            shown = ExposedFile(self._path, nodes, self._runtime, optimized=False)
+            self._codes |= shown.run(feeds).computed
         users = ExposedFile(self._path, {}, self._runtime, optimized=False)
-        return Ran(users.run(feeds).outputs, codes, codes)
+        return Ran(users.run(feeds).outputs, self._codes, self._codes)
+
+
+def _fronts(nodes: Mapping[str, Node]) -> dict[str, set[str]]:
+    """Return the quantizers that stand directly in front of each one."""
+    names = {node: name for name, node in nodes.items()}
+    fronts: dict[str, set[str]] = {}
+    for name, node in nodes.items():
+        fronts[name] = set()
+        pending, visited = [node.inputs[0]], {node.inputs[0]}
+        while pending:
+            current = pending.pop()
+            producer = None if current is None else current.producer()
+            if producer is None:
+                continue
+            if producer in names:
+                fronts[name].add(names[producer])
+                continue
+            new = [value for value in producer.inputs if value not in visited]
+            visited.update(new)
+            pending += new
+    return fronts
+
+
+def groups_apart(fronts: Mapping[str, Collection[str]]) -> list[list[str]]:
+    """Return few groups of names of which none is near another.
+
+    Args:
+        fronts: name -> the names directly in front of it.
+
+    Returns:
+        Groups without two names of which one stands in front of the other, directly or behind one
+        more, or which stand side by side in front of a third.
+    """
+    near: dict[str, set[str]] = {name: set() for name in fronts}
+
+    def keep_apart(one: str, other: str) -> None:
+        if one != other:
+            near[one].add(other)
+            near[other].add(one)
+
+    for name, direct in fronts.items():
+        for front in direct:
+            keep_apart(name, front)
+            for other in (*direct, *fronts[front]):
+                keep_apart(front, other)
+                keep_apart(name, other)
+    groups: list[list[str]] = []
+    for name in fronts:
+        free = (group for group in groups if near[name].isdisjoint(group))
+        group = next(free, None)
+        if group is None:
+            group = []
+            groups.append(group)
+        group.append(name)
+    return groups
 
 
 def _values(model: Model) -> dict[str, Value]:

@@ -182,7 +182,8 @@ class VerifyReport:
             the last codes, in the order in which the model calls them; empty where the file has no
             names of quantizers.
         session: What ran the layers.
-        hint: What to do where something differs.
+        hint: What to do where something differs: why, and in a second line the calls, for the
+            names ``model`` and ``batches``.
         verdicts: of the file as it is written, of the session that a user opens, and of a second
             length of each open dimension of its inputs.
         coverage: how much of the file reads integers.
@@ -236,14 +237,15 @@ class VerifyReport:
         first = self.first
         wrong = sum(not layer.ok for layer in self.layers)
         if first is not None:
-            lines.append(f"  first of {wrong} that differ: {first.why()}")
-            lines.append(f"  next: {self.hint}; print(report.table()) has all rows")
+            rest = "; print(report.table()) has all rows"
+            lines.append(f"  first of {wrong} that differ: {first.why()}{rest}")
+        if self.hint and not self.ok:
+            why, *code = self.hint.splitlines()
+            lines += [f"  next: {why}", *(f"    {line}" for line in code)]
         elif not self.layers and not self.ok:
             lines.append(
                 "  next: export with torchq.export_onnx, whose files name every layer"
             )
-        elif not self.ok:
-            lines.append(f"  next: {self.hint}")
         if self.runs:
             lines += [f"  {line}" for line in runs_table(self.runs).splitlines()]
         return "\n".join(lines)

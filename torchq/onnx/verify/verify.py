@@ -50,8 +50,8 @@ from torchq.onnx.verify.exposed import (
     SHARE,
     WIDE_SHARE,
     Behind,
+    ExposedApart,
     ExposedFile,
-    ExposedOneByOne,
     Ran,
     behind,
 )
@@ -119,9 +119,9 @@ def verify_onnx(
     *The session of a user*, with the defaults of the runtime, is judged by its own codes where it
     has those of every quantizer, and else by its outputs beside those of the file as it is written:
     they may differ by twice what a change of the inputs by 3e-5 makes. Where they differ by more in
-    another runtime than ONNX Runtime, its codes of the first such batch are compared, each
-    quantizer's in a session of its own, with the same bounds: a deep network turns one value at a
-    tie into other results.
+    another runtime than ONNX Runtime, its codes of the first such batch are compared, in sessions
+    that show no neighbours, with the same bounds: a deep network turns one value at a tie into
+    other results.
 
     *Open dimensions*: the first batch runs with a second length of each, where the float model
     accepts one.
@@ -308,7 +308,7 @@ class _Comparison:
         self._written = open_session(path, optimize=False) if compares else None
         self.outputs = [Output(name) for name in self._session.outputs]
         self._session_problem = ""
-        self._one_by_one: _File | None = None
+        self._apart: _File | None = None
         self._emulation: _Emulation | None = None
         if runtime is not None and self._is_emulated(runtime, usual is not None):
             self._emulation = _Emulation(
@@ -340,7 +340,7 @@ class _Comparison:
 
     def shown(self) -> _File:
         """Return the first file with a layer that differs, or else the last one."""
-        looked_into = [] if self._one_by_one is None else [self._one_by_one]
+        looked_into = [] if self._apart is None else [self._apart]
         files = [*self.files, *looked_into]
         files += [] if self._emulation is None else [self._emulation.layers]
         wrong = (file for file in files if not all(row.ok for row in file.rows()))
@@ -379,15 +379,22 @@ class _Comparison:
 
     def _look_into_session(self, batch: object, feeds: Mapping[str, Tensor]) -> None:
         """Compare every code of the session that a user opens."""
-        graph = load_model(self._path)
-        file = _File(self._model, self._path, graph, optimized=False)
-        file.show_one_by_one(progress=self._progress)
-        with (
-            named_errors(self._path),
-            named_calls(self._model, file.known, file.note),
-        ):
-            file.compare(self._model, batch, feeds)
-        self._one_by_one = file
+        shown: ExposedApart | None = None
+        for _ in range(2):
+            graph = load_model(self._path)
+            file = _File(self._model, self._path, graph, optimized=False)
+            shown = file.show_apart(shown, progress=self._progress)
+            with (
+                named_errors(self._path),
+                named_calls(self._model, file.known, file.note),
+            ):
+                file.compare(self._model, batch, feeds)
+            self._apart = file
+            wrong = file.quantizers_that_differ()
+            if not wrong:
+                return
+            # A second time with what differs in sessions of its own.
+            shown.show_alone(wrong)
 
     def problem_with(self, batch: object) -> str:
         """Return what is wrong with the results for another batch; "" where nothing new is."""
@@ -429,8 +436,8 @@ class _Comparison:
                 what, None, "the runtime of the file is not here, or cannot optimise it"
             )
         reason = self._session_problem
-        if self._one_by_one is not None:
-            ok, difference_of_a_layer = _agreement(self._one_by_one.rows())
+        if self._apart is not None:
+            ok, difference_of_a_layer = _agreement(self._apart.rows())
             why = (
                 difference_of_a_layer or "every layer agrees: values at ties, amplified"
             )
@@ -585,7 +592,7 @@ class _File:
         ends = ((v.name, self._in_file_type(behind(v))) for v in outputs)
         self._outputs = [Codes(f"output {name}", "", end, dtypes) for name, end in ends]
         self._nodes = nodes
-        self._exposed: ExposedFile | ExposedOneByOne | CutFile
+        self._exposed: ExposedFile | ExposedApart | CutFile
         if chip is None:
             self._exposed = ExposedFile(path, nodes, self._runtime, optimized=optimized)
         else:
@@ -594,17 +601,35 @@ class _File:
             self._outputs = []
         self.session = self._exposed.session
         self.dropped = self._exposed.dropped
-        self.hint = _hint(model, self._runtime) if chip is None else _CHIP_HINT
+        self._model = model
         self._ran: Ran | None = None
         self._called: dict[str, None] = {}
 
-    def show_one_by_one(self, *, progress: bool) -> None:
-        """Show the codes of each quantizer in a session of its own from now on."""
+    @property
+    def hint(self) -> str:
+        """What to do where something differs."""
+        if self._chip is not None:
+            return _CHIP_HINT
+        wrong = [row for row in self.rows() if not row.ok]
+        is_stored = bool(self._faults) or any(not row.ok for row in self._stored)
+        first = wrong[0] if wrong else None
+        return _hint(self._model, self._runtime, self._path, first, is_stored=is_stored)
+
+    def show_apart(self, shown: ExposedApart | None, *, progress: bool) -> ExposedApart:
+        """Show codes in sessions that are like those of a user, ``shown`` or new ones."""
         assert self._runtime is not None
-        self._exposed = ExposedOneByOne(
-            self._path, self._nodes, self._runtime, progress=progress
-        )
-        self.session = self._exposed.session
+        if shown is None:
+            shown = ExposedApart(
+                self._path, self._nodes, self._runtime, progress=progress
+            )
+        self._exposed = shown
+        self.session = shown.session
+        return shown
+
+    def quantizers_that_differ(self) -> list[str]:
+        """Return the quantizers of the file whose codes differ by more than is allowed."""
+        wrong = (name for name, codes in self._codes.items() if not codes.result().ok)
+        return list(dict.fromkeys(self._merged.get(name, name) for name in wrong))
 
     def usual_run(self) -> Callable[[Mapping[str, Tensor]], list[Tensor]] | None:
         """Return the file in the other runtime that it is for; None where that is not here."""
@@ -737,22 +762,54 @@ class _File:
         return (*rows, *(row.result() for row in self._outputs))
 
 
-def _hint(model: nn.Module, runtime: Runtime | None) -> str:
-    """Return what to do where a file for a runtime differs from its model."""
+def _hint(
+    model: nn.Module,
+    runtime: Runtime | None,
+    path: Path,
+    first: LayerAgreement | None,
+    *,
+    is_stored: bool,
+) -> str:
+    """Return what to do where a file differs: why, then the lines that do it.
+
+    Args:
+        model: of the file.
+        runtime: that the file is for.
+        path: of the file.
+        first: the first row that differs; None where it is something else.
+        is_stored: what the file stores differs.
+    """
     excuse = (runtime or reference_runtime()).excuse()
     if excuse and has_wide_weights(model):
         return excuse
+    export = f"torchq.export_onnx(model, batches[0], {os.fspath(path)!r})"
     if runtime is not None and planned_target(model) != runtime.name:
+        again = _quantized_again(f"target={runtime.name!r}")
         return (
-            f"torchq.quantize_(model, target={runtime.name!r}, example=...) before calibration, so "
-            "that the model has the codes and biases of the file"
+            f"the model was not quantized for {runtime.name}, whose files have other codes and "
+            f"biases\n{again}; {export}"
         )
     if any(isinstance(module, BATCH_NORMS) for module in model.modules()):
         return (
-            "call torchq.fuse_(model.eval(), example), which keeps the codes, and export again: "
-            "runtimes fold a BatchNorm into the weight in front of it, and quantize that anew"
+            "runtimes fold a BatchNorm into the weight in front of it, and quantize that anew; "
+            f"fuse_ keeps the codes\ntorchq.fuse_(model.eval(), batches[0]); {export}"
         )
-    return "export again from this model, quantized for its target with example="
+    if first is None:
+        return ""
+    if is_stored or first.parameters or not first.layers:
+        return f"the file holds another state of the model\n{export}"
+    planned = "" if runtime is None else f"target={runtime.name!r}, "
+    again = _quantized_again(f"{planned}exclude={list(first.layers)}")
+    return (
+        "the file or its runtime computes this layer in another way: write the file anew, and if "
+        f"it differs again, leave the layer in float\n{export}\n{again}; {export}"
+    )
+
+
+def _quantized_again(arguments: str) -> str:
+    """Return the lines that quantize a model anew."""
+    quantize = f"torchq.quantize_(model, {arguments}, example=batches[0])"
+    return f"torchq.restore_(model); {quantize}; torchq.calibrate(model, batches)"
 
 
 def _off_in_the_model(model: nn.Module, stored: tuple[str, ...]) -> list[str]:
