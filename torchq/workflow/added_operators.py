@@ -177,13 +177,7 @@ class Sample:
 
         Simulated, as no layer may round its result for a quantizer that is off.
         """
-        start = RandomState.now()
-        with state_kept(model), kernels_off(model):
-            args, kwargs = with_copies((self.args, dict(self.kwargs)))
-            results = results_in(model(*args, **kwargs))
-            results = without_padding(model, self.args, self.kwargs, results)
-        start.restore()
-        return results
+        return results_of(model, [self])[0]
 
     def with_results(self, model: nn.Module) -> Sample:
         """Return this with what the float model gives for it, if it is not known yet."""
@@ -191,6 +185,21 @@ class Sample:
             return self
         with quantizing_only(quantizers(model).values()):
             return replace(self, exact=self.call(model))
+
+
+def results_of(model: nn.Module, samples: Iterable[Sample]) -> list[list[Tensor]]:
+    """Return what :meth:`Sample.call` does of several samples, each from the same state."""
+    start = RandomState.now()
+    results_of_all = []
+    with state_kept(model) as restore, kernels_off(model):
+        for sample in samples:
+            args, kwargs = with_copies((sample.args, dict(sample.kwargs)))
+            results = results_in(model(*args, **kwargs))
+            kept = without_padding(model, sample.args, sample.kwargs, results)
+            results_of_all.append(kept)
+            restore()
+            start.restore()
+    return results_of_all
 
 
 def arguments_of(runs: Runs, batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -747,13 +756,13 @@ def _tried(
     others = [d.name for d in plan.replaced if d.left_float and d.name not in worst]
     choice = replace(ranked, left_float=(*worst, *others))
     few = samples_of_all()
-    before = [sample.call(model) for sample in few]
+    before = results_of(model, few)
     sums = NoiseSums()
     try:
         with unchanged_on_error(model):
             replan_(model, _with_noise(plan, choice))
-            for sample, old in zip(few, before, strict=True):
-                new = sample.call(model)
+            after = results_of(model, few)
+            for sample, old, new in zip(few, before, after, strict=True):
                 sums.add(sample.exact, old, new, sample.batches)
             outputs = sums.comparison(group, device_of(model))
             choice = replace(choice, outputs=outputs)

@@ -33,16 +33,16 @@ from torchq.nn import QuantModule, TensorQuantizer
 from torchq.swap.apply import keep_as_plan, plan_of
 from torchq.swap.plan import Factors, Plan
 from torchq.utils import device_of, undone_on_error, watching
-from torchq.workflow.added_operators import UNNOTICED, Sample
+from torchq.workflow.added_operators import UNNOTICED, Sample, results_of
 from torchq.workflow.layer_matrices import channel_ranges
 from torchq.workflow.runs import Comparison, NoiseSums, Runs
 
 #: Exponents that are tried for each input; see :func:`channel_factors`.
-_ALPHAS = (0.35, 0.5, 0.65, 0.8)
+_ALPHAS = (0.5, 0.8)
 #: Exponents of factors that quantizers hold: the largest float16 is 2**16.
 _EXPONENTS = 10
 #: Rows of an input that exponents are tried on, and how many of them one call gives at most.
-_ROWS, _ROWS_OF_CALL = 128, 32
+_ROWS, _ROWS_OF_CALL = 64, 16
 #: The part of the error of its layers that an input with factors may keep, to be worth them.
 _WORTH = 0.8
 #: By how many dB the outputs must be nearer to float.
@@ -438,13 +438,14 @@ def choose_factors_(
             if not chosen:
                 raise _Dropped
             few = samples()
-            before = [sample.call(model) for sample in few]
+            before = results_of(model, few)
             if _noise_of(few, before, model, group) <= UNNOTICED:
                 raise _Dropped
             for one, factors in chosen:
                 _set_(one, _factors_of(one, factors.alpha))
-            for sample, old in zip(few, before, strict=True):
-                sums.add(sample.exact, old, sample.call(model), sample.batches)
+            after = results_of(model, few)
+            for sample, old, new in zip(few, before, after, strict=True):
+                sums.add(sample.exact, old, new, sample.batches)
             outputs = sums.comparison(group, device_of(model))
             layers = {name: by for one, by in chosen for name in one.names}
             choice = FactorChoice(tried=len(layers), outputs=outputs)
