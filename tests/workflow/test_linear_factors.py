@@ -51,7 +51,7 @@ class Block(nn.Module):
 
 def rows(scale: float = 1.0) -> list[Tensor]:
     generator = torch.Generator().manual_seed(5)
-    return [torch.randn(16, SIZE, generator=generator) * scale for _ in range(4)]
+    return [torch.randn(256, SIZE, generator=generator) * scale for _ in range(4)]
 
 
 def quantized(target: str | None = None, **options: Any) -> Any:
@@ -158,6 +158,14 @@ def test_outputs_that_nobody_can_tell_from_float_are_left_alone(
     monkeypatch.setattr(linear_factors, "UNNOTICED", 1e9)
     report = calibrated(model)
     assert report.factors.tried == 0
+    assert model.query.input_quantizer.pre_quant_scale is None
+
+
+def test_channels_that_few_rows_tell_of_are_left_alone() -> None:
+    """What reads one row an image: ends of each channel from a few images clip others."""
+    model = quantized()
+    few = [x[:64] for x in rows()]
+    assert torchq.calibrate(model, few, progress=False).factors.tried == 0
     assert model.query.input_quantizer.pre_quant_scale is None
 
 

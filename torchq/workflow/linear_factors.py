@@ -43,6 +43,9 @@ _ALPHAS = (0.5, 0.8)
 _EXPONENTS = 10
 #: Rows of an input that exponents are tried on, and how many of them one call gives at most.
 _ROWS, _ROWS_OF_CALL = 64, 16
+#: Rows that a layer must have read: the ends of each channel are unknown after a few, and inputs
+#: that come later would be clipped, which they are not in one range for all channels.
+_FEWEST = 512
 #: The part of the error of its layers that an input with factors may keep, to be worth them.
 _WORTH = 0.8
 #: By how many dB the outputs must be nearer to float.
@@ -210,6 +213,7 @@ class LinearInputs:
         ends: path -> the smallest and the largest number of each channel, (2, channels).
         rows: path -> some rows, of the first layer of those that read one tensor.
         first: path -> the path of the first layer that reads the same tensor.
+        counts: path -> how many rows it read.
     """
 
     def __init__(self, layers: Mapping[str, Any]) -> None:
@@ -217,6 +221,7 @@ class LinearInputs:
         self.ends: dict[str, Tensor] = {}
         self.rows: dict[str, Tensor] = {}
         self.first: dict[str, str] = {}
+        self.counts: dict[str, int] = {}
         #: What was read in order, while it exists, and at which of its versions.
         self._read: list[tuple[weakref.ref[Tensor], int, str]] = []
 
@@ -240,6 +245,7 @@ class LinearInputs:
             self.first[name] = self.first.get(leader := next(same, name), leader)
             self._read.append((weakref.ref(given), given._version, name))
         flat = x.reshape(-1, x.shape[-1])
+        self.counts[name] = self.counts.get(name, 0) + len(flat)
         if not len(flat):
             return
         ends = torch.stack(torch.aminmax(flat, dim=0))
@@ -296,11 +302,26 @@ def _groups(
     for names in members.values():
         layers = tuple(inputs.layers[name] for name in names)
         ends = _ends_of(names, layers, inputs, group)
-        is_finite = bool(ends.isfinite().all())
-        if is_finite and not why_no_factors(model, layers):
+        is_seen = _count(names, inputs, group) >= _FEWEST
+        is_known = is_seen and bool(ends.isfinite().all())
+        if is_known and not why_no_factors(model, layers):
             rows = inputs.rows.get(names[0])
             result.append(_Group(tuple(names), layers, ends, rows))
     return result
+
+
+def _count(
+    names: Sequence[str], inputs: LinearInputs, group: dist.ProcessGroup | None
+) -> int:
+    """Return how many rows the first of some layers read, on all ranks."""
+    count = torch.tensor(inputs.counts.get(names[0], 0), device=_device(inputs))
+    if group is not None:
+        dist.all_reduce(count, group=group)
+    return int(count)
+
+
+def _device(inputs: LinearInputs) -> torch.device:
+    return next(iter(inputs.layers.values())).weight.device
 
 
 def _first_of_ranks(
