@@ -191,6 +191,52 @@ def test_untraceable_modules_are_reported_and_left() -> None:
     assert {d.name for d in report.replaced} >= {"0.conv", "1.quant_add"}
 
 
+class Hidden(nn.Module):
+    """Code that no trace follows, with an operator in a function that its source does not show."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor] | None) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        y = y if y.sum() > 0 else y.clone()
+        return y if self.function is None else self.function(y)
+
+
+def in_other_code(module: Any) -> Any:
+    """Let a forward run behind a wrapper, as decorators of transformers do."""
+    inner = module.forward
+    module.forward = lambda *args: inner(*args)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        (None, ""),
+        (lambda y: y + y.flip(1), ""),
+        (lambda y: y @ y.mT, "matmul in it stay float. Write torchq.nn.QuantAdd()"),
+        (
+            lambda y: nn.functional.scaled_dot_product_attention(y, y, y),
+            "attention in it stay float. Models of transformers: "
+            "torchq.hugging_face.attend_in_modules_",
+        ),
+    ],
+)
+def test_code_that_cannot_be_followed_has_a_row_where_a_run_shows_operators(
+    function: Callable[[Tensor], Tensor] | None, what: str
+) -> None:
+    model = nn.Sequential(in_other_code(Hidden(function)))
+    x = torch.randn(2, 4, 8)
+    reasons = [d.reason for d in torchq.plan(model, target="onnxruntime").skipped]
+    assert any("operators in it stay float" in reason for reason in reasons)
+    planned = torchq.plan(model, target="onnxruntime", example=x)
+    rows = [d.reason for d in planned.skipped if "stay float" in d.reason]
+    assert all(what in reason for reason in rows) and bool(rows) == bool(what)
+
+
 def test_transformer_blocks_keep_their_sums_float() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:

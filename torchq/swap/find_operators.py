@@ -34,6 +34,8 @@ from torchq.utils import child_path, modules_with_names, state_kept
 MODULES: dict[str, type[nn.Module]] = {
     kind: OPERATORS[name] for kind, name in KINDS.items()
 }
+#: Kinds of operators that are quantized in modules without a convolution too.
+PRODUCTS = frozenset(["matmul", "attention"])
 _LINEAR = (_ConvNd, nn.Linear, _BatchNorm)
 #: What fusing leaves behind, and what evaluation mode removes.
 _NOTHING = (nn.Identity, *DROPOUTS)
@@ -108,7 +110,12 @@ def find_operators(
             key: _shown(model, kinds, seen, key) for key in failed if key in seen.visits
         }
         candidates |= shown
-        failed = {key: reason for key, reason in failed.items() if key not in shown}
+        by_id = {id(module): module for _, module in modules}
+        failed = {
+            key: f"{reason}; {words} in it stay float"
+            for key, reason in failed.items()
+            if key not in shown and (words := _words_missed(by_id[key], kinds, seen))
+        }
     failed |= hidden
     for _, module in modules:
         # A run tells which tensors have other readers; without one, the trace does.
@@ -134,6 +141,19 @@ def find_operators(
         if id(module) in failed:
             untraceable.append((module, paths, failed[id(module)]))
     return operators, untraceable
+
+
+def has_convolution(module: nn.Module) -> bool:
+    """Return True for a module in which operators of all kinds are quantized."""
+    return any(isinstance(part, _ConvNd) for part in module.modules())
+
+
+def _words_missed(module: nn.Module, kinds: frozenset[str], seen: Seen) -> str:
+    """Return which operators of a module stay float; "" if a run shows that it has none."""
+    if id(module) not in seen.words:
+        return "operators"
+    wanted = kinds if has_convolution(module) else kinds & PRODUCTS
+    return " and ".join(sorted(seen.words[id(module)] & wanted))
 
 
 def modules_with_other_readers(model: nn.Module, seen: Seen | None = None) -> set[int]:

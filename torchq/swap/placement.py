@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
 from torchq.config import QuantConfig, Rule
 from torchq.descriptor import QuantDescriptor
@@ -12,7 +11,13 @@ from torchq.formats import PerTensor
 from torchq.nn.calls.find import Seen
 from torchq.runtime import Placement, Runtime
 from torchq.swap.decisions import Draft, Rules, decide
-from torchq.swap.find_operators import MODULES, OperatorSite, find_operators
+from torchq.swap.find_operators import (
+    MODULES,
+    PRODUCTS,
+    OperatorSite,
+    find_operators,
+    has_convolution,
+)
 from torchq.utils import qualified_name
 
 
@@ -77,12 +82,14 @@ def _placed(
     decisions = [
         (operator, rules.about(operator.names, operator.module()))
         for operator in operators
-        if operator.kind in ("matmul", "attention") or _has_convolution(operator.owner)
+        if operator.kind in PRODUCTS or has_convolution(operator.owner)
     ]
     skipped = [decision for _, decision in decisions if decision.reason]
     for owner, names, reason in untraceable:
         advice = _RUN_OR_WRITE if seen is None else _WRITE
-        obstacle = f"{reason}; operators in it stay float. {advice}"
+        advice = _ATTENTION if "attention in it" in reason else advice
+        what = "" if "stay float" in reason else "; operators in it stay float"
+        obstacle = f"{reason}{what}. {advice}"
         skipped.append(Draft.of(names, owner, reason=obstacle))
     quantized = [pair for pair in decisions if not pair[1].reason]
     rewritten = {id(operator.owner) for operator, _ in quantized}
@@ -90,11 +97,10 @@ def _placed(
     return rules, quantized, skipped, frozenset(rewritten)
 
 
-def _has_convolution(module: nn.Module) -> bool:
-    return any(isinstance(part, _ConvNd) for part in module.modules())
-
-
-_WRITE = "Where it has any, write torchq.nn.QuantAdd() and the like in it"
+_WRITE = "Write torchq.nn.QuantAdd() and the like in it"
+_ATTENTION = (
+    "Models of transformers: torchq.hugging_face.attend_in_modules_(model, example)"
+)
 _RUN_OR_WRITE = (
     "Let a run show them: pass example=... (its source must be readable), or write "
     "torchq.nn.QuantAdd() and the like in it"

@@ -97,6 +97,8 @@ class Seen:
         without_ranges: the operators with infinite operands, or with some that have no memory: the
             id of the module, and the name of the site.
         without_memory: ids of modules that were given sparse tensors, or ran in ``torch.vmap``.
+        words: the words of the operators between tensors of data that each module computed itself,
+            whether its source tells their places or not.
     """
 
     calls: Mapping[int, FoundCalls]
@@ -106,6 +108,7 @@ class Seen:
     written_weights: Set[int] = frozenset()
     without_memory: Set[int] = frozenset()
     without_ranges: Set[tuple[int, str]] = frozenset()
+    words: Mapping[int, Set[str]] = field(default_factory=dict)
 
 
 _CHANGES = (
@@ -141,6 +144,7 @@ class _Recorder(TorchFunctionMode):
             object
         ] = []  # An id is unique only as long as its tensor lives.
         self.returned: list[tuple[object, nn.Module]] = []
+        self.words: dict[int, set[str]] = {}
 
     @contextmanager
     def watching(self, root: nn.Module) -> Iterator[None]:
@@ -166,6 +170,7 @@ class _Recorder(TorchFunctionMode):
             self.without_memory.add(id(module))
         self._stack.append(module)
         self.found.setdefault(id(module), FoundCalls())
+        self.words.setdefault(id(module), set())
 
     def _leave(self, module: nn.Module, args: Sequence[object], result: Any) -> object:
         if getattr(module, "inplace", False) is True and any(result is a for a in args):
@@ -213,6 +218,7 @@ class _Recorder(TorchFunctionMode):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, object]
     ) -> None:
         owner = self._stack[-1]
+        self._note_word(owner, func, args, kwargs)
         function = product_of(func, args)
         calls = self.found[id(owner)]
         if func is F.multi_head_attention_forward:
@@ -238,6 +244,18 @@ class _Recorder(TorchFunctionMode):
             calls.unreached[site.kind] = use
             return
         calls.add(replace(site, site=place), ndim)
+
+    def _note_word(
+        self,
+        owner: nn.Module,
+        func: object,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        row = operator_of(func)
+        operands = row.operands(args, kwargs) if row and row.module else None
+        if row and operands and all(id(tensor) in self._data for tensor in operands):
+            self.words[id(owner)].add(row.word)
 
     def _unreached(
         self,
@@ -343,6 +361,7 @@ def find_calls(model: nn.Module, example: object) -> Seen:
         recorder.written,
         recorder.without_memory,
         without_ranges,
+        recorder.words,
     )
 
 
