@@ -366,6 +366,40 @@ def test_results_without_a_bias_are_quantized_beside_float(
     assert torchq.verify_onnx(model, path, [x], progress=False).ok
 
 
+class AddedTo(nn.Module):
+    """A layer without a bias, to whose result something made of it is added."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(8, 8, 3, bias=False)
+        self.change = change
+        self.last = nn.Conv2d(8, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last((x + self.change(x)).sigmoid())
+
+
+#: Results of the layer, read beside the layer itself.
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "its norm": nn.LayerNorm(8),
+    "its sine": torch.sin,
+    "where it is positive": torch.relu,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_results_without_a_bias_are_read_twice_with_an_open_batch(
+    name: str, path: Path
+) -> None:
+    """OpenVINO multiplied one of both by the scale of the codes once more."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 8, 10, 10)
+    model = quantized(AddedTo(CHANGES[name]).eval(), x)
+    torchq.export_onnx(model, x, path, dynamo=False, progress=False)
+    assert torchq.verify_onnx(model, path, [x], progress=False).ok
+
+
 #: Average pooling over padding that counts.
 AVERAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "padded": lambda a, b: F.avg_pool2d(a, 3, 1, 1) + b,

@@ -18,7 +18,6 @@ from torchq.onnx.ir import (
     computed_by,
     data_type,
     is_constant,
-    is_output,
     names,
     nodes_of,
     readers,
@@ -387,15 +386,17 @@ def own_zero_points(model: Model) -> None:
 
 
 def _unequal_biases(model: Model) -> None:
-    """Give layers whose results are quantized a bias with two values at least.
+    """Give convolutions, and layers whose results are quantized, a bias with two values at least.
 
     OpenVINO 2026.4 makes one kernel of a product of two dimensions and the quantization of its
     result. Where that kernel has no bias, or one number for all channels, it reads memory that
     nobody has written, with one thread and fixed shapes. The codes of a convolution without a bias
-    are all 0 where something else reads the result too, before it is quantized.
+    are all 0 where something else reads the result too, before it is quantized; and with an open
+    batch its results have the scale of the codes twice where there are two readers, of which a norm
+    counts as several.
 
-    Before: Gemm or MatMul -> Relu or nothing -> QuantizeLinear, or Conv -> QuantizeLinear and
-    others, without a bias, or with equal ones.
+    Before: Conv, or Gemm or MatMul -> Relu or nothing -> QuantizeLinear, without a bias, or with
+    equal ones.
     After: The bias of the first channel is the next larger number of float32, or 1e-30 if it was 0.
     """
     for node in nodes_of(model, "Gemm", "MatMul", "Conv"):
@@ -427,13 +428,10 @@ def _unequal_biases(model: Model) -> None:
 
 
 def _needs_a_bias(node: Node) -> bool:
-    """Return True if OpenVINO quantizes the result of a layer wrongly that has no bias."""
-    result = node.outputs[0]
-    if node.op_type != "Conv":
-        return leads_only_to_quantizers(result, "Relu", "Clip")
-    kinds = [user.op_type for user in readers(result)]
-    is_read_in_float = is_output(result) or len(set(kinds)) > 1
-    return is_read_in_float and "QuantizeLinear" in kinds
+    """Return True if OpenVINO may compute a layer wrongly that has no bias."""
+    return node.op_type == "Conv" or leads_only_to_quantizers(
+        node.outputs[0], "Relu", "Clip"
+    )
 
 
 def _with_another_first(bias: Tensor) -> Tensor:
