@@ -237,8 +237,9 @@ def _some_samples(runs: Runs, count: int) -> list[Sample]:
         # A run of two samples takes little longer than one of a single sample.
         parts = min(count, _BATCHES, -(-wanted // min(2, max(1, _size(batch)))))
         if number < parts and all(sample.count for sample in samples):
-            samples.append(_sample(runs, batch, -(-wanted // parts)))
+            samples.append(_sample(runs, batch, -(-wanted // parts), taken))
 
+    taken: set[_Form] = set()
     runs.again(step, min(count, _BATCHES))
     return _together(runs.model, samples)
 
@@ -251,8 +252,9 @@ def samples_of_all(runs: Runs, count: int) -> list[Sample]:
         is_dear = runs.forward is not None or any(s.count is None for s in samples)
         if not (is_dear and number % _EIGHTH):
             few = min(_EIGHTH, max(1, _size(batch) // _EIGHTH))
-            samples.append(_sample(runs, batch, few))
+            samples.append(_sample(runs, batch, few, taken))
 
+    taken: set[_Form] = set()
     runs.again(step, count)
     return _together(runs.model, samples)
 
@@ -263,8 +265,16 @@ def _size(batch: object) -> int:
     return 1 if first is None else first.shape[0]
 
 
-def _sample(runs: Runs, batch: object, most: int) -> Sample:
-    """Return the first samples of a batch, if all tensors of the call count the same number."""
+#: The shapes and types of the tensors of a call.
+_Form = tuple[tuple[torch.Size, torch.dtype], ...]
+
+
+def _sample(runs: Runs, batch: object, most: int, taken: set[_Form]) -> Sample:
+    """Return the first samples of a batch, if all tensors of the call count the same number.
+
+    ``taken`` gets the form of what the model took. What has such a form is not run here: several
+    samples run together later, which takes about as long as one.
+    """
     args, kwargs = arguments_of(runs, batch)
     sizes = {t.shape[0] if t.dim() else None for t in tensors_in((args, kwargs))}
     size = sizes.pop() if len(sizes) == 1 else None
@@ -272,8 +282,13 @@ def _sample(runs: Runs, batch: object, most: int) -> Sample:
         return Sample(args, kwargs, size)
     few_args, few_kwargs = map_tensors((args, kwargs), lambda tensor: tensor[:most])
     few = Sample(few_args, few_kwargs, most)
+    form = tuple((t.shape, t.dtype) for t in tensors_in((few_args, few_kwargs)))
+    if form in taken:
+        return few
     try:
-        return few.with_results(runs.model)
+        with_results = few.with_results(runs.model)
+        taken.add(form)
+        return with_results
     except Exception:  # whatever a model raises that takes batches of one size alone
         return Sample(args, kwargs, None)
 
