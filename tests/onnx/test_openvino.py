@@ -400,6 +400,17 @@ def test_results_without_a_bias_are_read_twice_with_an_open_batch(
     assert torchq.verify_onnx(model, path, [x], progress=False).ok
 
 
+def test_biases_of_layers_with_equal_weights_are_the_model_s_own(path: Path) -> None:
+    """They share their stored weight, as do blocks whose last norms are zero at first."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(8, 8, 1, bias=False) for _ in range(3)]
+    layers[1].load_state_dict(layers[2].state_dict())
+    x = torch.randn(2, 8, 10, 10)
+    model = quantized(nn.Sequential(*layers).eval(), x)
+    torchq.export_onnx(model, x, path, dynamo=False, progress=False)
+    assert torchq.verify_onnx(model, path, [x], progress=False).ok
+
+
 #: Average pooling over padding that counts.
 AVERAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "padded": lambda a, b: F.avg_pool2d(a, 3, 1, 1) + b,

@@ -446,7 +446,8 @@ def _with_another_first(bias: Tensor) -> Tensor:
 def _equal_biases(model: Model) -> dict[str, str]:
     """Give biases that were equal their first number back; others stay as they are in the file."""
     for name, value in list(model.graph.initializers.items()):
-        if not str(name).endswith(_UNEQUAL):
+        # Layers with equal weights share these, and so the first part of the name.
+        if not str(name).partition("#")[0].endswith(_UNEQUAL):
             continue
         stored = value_of(value)
         bias = stored.clone()
