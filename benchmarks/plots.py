@@ -23,7 +23,7 @@ from benchmarks.figures import (
     ROOT,
     accuracies,
     answers_kept,
-    latency,
+    latencies,
     memories,
     read_results,
     speedup,
@@ -132,20 +132,21 @@ def _no_left_axis(place: Any) -> None:
 
 
 def _weights_and_codes(place: Any, theme: Theme) -> None:
-    """Draw a histogram of float weights upwards, and of their codes of four bits downwards."""
+    """Draw a histogram of float weights upwards, and of their codes of 8 bits downwards."""
     filters = _trained_weights().flatten(1)
     weights = filters[(filters.abs().amax(1) / filters.std(1)).argmin()]
     amax = weights.abs().amax()
-    form = torchq.formats.INT4
+    form = torchq.formats.INT8
     step = float(torchq.functional.scale_from_amax(amax, form))
-    edges = (torch.arange(-22, 24) - 0.5) * step / 3
+    width = 6 * step
+    edges = (torch.arange(-22, 24) - 0.5) * width
     counts, _ = torch.histogram(weights, edges)
     codes, totals = fake_quantize(weights, amax, form).unique(return_counts=True)
     starts = edges[:-1].tolist()
-    place.bar(starts, counts.tolist(), width=step / 3, align="edge", color=theme.quiet)
-    place.bar(codes.tolist(), (-totals).tolist(), width=step / 6, color=theme.accent)
+    place.bar(starts, counts.tolist(), width=width, align="edge", color=theme.quiet)
+    place.bar(codes.tolist(), (-totals).tolist(), width=step / 2, color=theme.accent)
     place.axhline(0, color=theme.quiet, linewidth=0.8)
-    place.set_title("float weights above,\nINT4 codes below")
+    place.set_title("float weights above,\nINT8 codes below")
     place.set_xticks([])
     place.spines["bottom"].set_visible(False)
     _no_left_axis(place)
@@ -160,12 +161,12 @@ def _gains(places: list[Any], theme: Theme, named: int) -> None:
     bars(
         time,
         ["FP32", "INT8"],
-        [1.0, latency(measured)],
+        latencies(measured),
         theme,
-        "{:.2f}",
+        "{:.0f} ms",
         labels=named > 1,
     )
-    time.set_title("time, ResNet-50")
+    time.set_title("one image, ResNet-50")
     bars(
         memory, ["FP32", "INT8"], memories(measured), theme, "{:.0f} MiB", labels=False
     )

@@ -14,7 +14,12 @@ from tests.models import Parts, simulated
 from torchq.analysis import DoctorReport
 from torchq.analysis.checks import Patient
 from torchq.analysis.doctor import cures
-from torchq.analysis.layers import line_with, lines_without, named_target
+from torchq.analysis.layers import (
+    line_equalized,
+    line_with,
+    lines_without,
+    named_target,
+)
 from torchq.nn.correction import corrected_layers
 from torchq.workflow import quantizers, weight_quantizers
 
@@ -224,10 +229,11 @@ def test_one_scale_for_unequal_channels_wants_equalization() -> None:
     with torch.no_grad():
         unequal[3].rbr_reparam.weight[0] *= 100  # type: ignore[index]
     model = quantized(recipe, unequal, target="onnxruntime")
-    code = "torchq.ptq.equalize_(model, example) before torchq.calibrate"
+    code = line_equalized()
     assert advised(model, {}) == [code]
     assert advised(quantized(recipe, target="onnxruntime"), {}) == []
     assert code not in advised(model, {"2.rbr_reparam": 1.0})
+    do(code, model, recipe)
 
 
 def test_a_good_model_has_no_cure() -> None:

@@ -13,6 +13,7 @@ from torchq.analysis.layers import (
     channel_axes,
     largest_of_channels,
     layers_with_weights,
+    line_equalized,
     line_with,
     lines_without,
     named_target,
@@ -235,8 +236,8 @@ def _maker(flow: Flow, call: Call) -> Call:
 #: By how many dB the outputs must come nearer to float for an input to be worth healing.
 _HEALED = 1.0
 _RULED = (
-    "torchq.ptq.equalize_(model, example) before calibration, where a ReLU lies between two "
-    "layers; else 16 bits or float for this input"
+    f"{line_equalized()}  # where a ReLU lies between two layers; else 16 bits or float for this "
+    "input"
 )
 
 
@@ -261,11 +262,11 @@ class Healing:
             )
         if self.wide >= self.as_float - _HEALED:
             slots = "input=torchq.QuantDescriptor(16), weight=torchq.QuantDescriptor(axis=0)"
+            wide = line_with(f"config.with_rules(torchq.Rule({layer!r}, {slots}))")
             return (
-                f"config.with_rules(torchq.Rule({layer!r}, {slots})) where the target has such "
-                f"codes, else torchq.quantize_(model, config, exclude=[{layer!r}])"
+                f"{wide}  # where the target has such codes, else exclude=[{layer!r}]"
             )
-        return f"torchq.quantize_(model, config, exclude=[{layer!r}])"
+        return line_with(f"config, exclude=[{layer!r}]")
 
     def __str__(self) -> str:
         return (
@@ -366,9 +367,7 @@ def no_detection(patient: Patient) -> Found:
             f"the float model detects nothing in {patient.seen.batches} batches, with scores of "
             f"{_DETECTED} and more: ranges of scores and boxes are those of background"
         )
-        remedy = (
-            "torchq.calibrate(model, batches, force=True) with pictures of its objects"
-        )
+        remedy = "torchq.calibrate(model, batches, force=True)  # with pictures of its objects"
         yield "warning", "", evidence, remedy
 
 
@@ -405,7 +404,7 @@ def zero_range(patient: Patient) -> Found:
                 f"{share} learned ranges are 0 or negative (smallest {smallest:.3g})"
             )
             remedy = (
-                f"{_CALIBRATE}, then train with a smaller learning rate: "
+                f"{_CALIBRATE}  # then train with a smaller learning rate: "
                 "torchq.qat.param_groups(model, lr=...)"
             )
             yield "error", path, evidence, remedy
@@ -414,7 +413,7 @@ def zero_range(patient: Patient) -> Found:
             yield "info", path, f"{share} channels of the weight are 0", remedy
         else:
             evidence = f"{share} ranges are 0, so everything becomes 0"
-            yield "error", path, evidence, f"{_CALIBRATE} with data that is not 0"
+            yield "error", path, evidence, f"{_CALIBRATE}  # data that is not 0"
 
 
 @check("nan_range")
@@ -520,7 +519,7 @@ def _stale(path: str, quantizer: TensorQuantizer, weight: Tensor) -> Found:
             f"its range is off by a factor of {max(wide, narrow):.3g}: the weight changed after "
             "it was calibrated (fused, loaded or trained)"
         )
-        remedy = "fuse and load weights first; then torchq.calibrate(model, batches, force=True)"
+        remedy = f"{_CALIBRATE}  # after fusing and loading"
         severe = worst > _STALE
         yield "error" if severe else "warning", path, evidence, remedy
 
@@ -548,7 +547,7 @@ def skipped_layer(patient: Patient) -> Found:
         if _is_computing(module) and id(module) not in read:
             count = sum(p.numel() for p in module.parameters(recurse=False))
             evidence = f"{type(module).__name__} with {count:,} parameters stays float"
-            remedy = "torchq.plan(model, config) says why; nothing, if it was excluded on purpose"
+            remedy = "print(torchq.swap.plan_of(model))  # says why; it may be meant so"
             yield "info", path, evidence, remedy
 
 
@@ -667,10 +666,7 @@ def range_spread(patient: Patient) -> Found:
             times = f"{unequal:.0f} times the median one"
             evidence = f"its largest channel is {times}, with one scale for all"
             axes = channel_axes(module).get(id(quantizer), (0,))
-            remedy = (
-                f"weight=QuantDescriptor(axis={axes}), "
-                "or torchq.ptq.equalize_(model, example) before calibration"
-            )
+            remedy = f"{line_equalized()}  # or weight=QuantDescriptor(axis={axes})"
             yield "warning", child_path(path, "weight_quantizer"), evidence, remedy
 
 
@@ -736,7 +732,7 @@ def batchnorm_left(patient: Patient) -> Found:
             "operator"
         )
         remedy = (
-            "torchq.fuse_(model.eval(), example), which keeps the codes of the layer"
+            "torchq.fuse_(model.eval(), batches[0])  # keeps the codes of the layer"
         )
         yield "warning", path, evidence, remedy
 

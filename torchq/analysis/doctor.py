@@ -35,6 +35,7 @@ from torchq.analysis.checks import (
 )
 from torchq.analysis.detections import Detections
 from torchq.analysis.layers import (
+    line_equalized,
     line_with,
     lines_without,
     named_target,
@@ -406,9 +407,7 @@ def cures(patient: Patient, shares: dict[str, float]) -> list[Cure]:
             f"{joined_names(unequal[:_BLAMED])}: one scale for channels of very different "
             "size."
         )
-        candidates.append(
-            Cure(advice, "torchq.ptq.equalize_(model, example) before torchq.calibrate")
-        )
+        candidates.append(Cure(advice, line_equalized()))
     if blamed:
         share = sum(shares[name] for name in blamed)
         advice = (

@@ -189,6 +189,14 @@ def lines_without(names: Iterable[str]) -> str:
     return f"for q in {chosen}.values(): q.quantizing = False\n{calibrate}"
 
 
+def line_equalized() -> str:
+    """Return the line that quantizes a quantized ``model`` anew, with equalized channels."""
+    equalize = "torchq.ptq.equalize_(model, batches[0])"
+    quantize = "torchq.quantize_(model, config, example=batches[0])"
+    calibrate = "torchq.calibrate(model, batches)"
+    return f"torchq.restore_(model); {equalize}; {quantize}; {calibrate}"
+
+
 def named_target() -> str:
     """Return arguments that name a target, for lines that can be pasted: one that is anywhere."""
     return f"target={reference_runtime().name!r}, example=batches[0]"
