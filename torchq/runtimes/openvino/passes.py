@@ -395,8 +395,8 @@ def _unequal_biases(model: Model) -> None:
     batch its results have the scale of the codes twice where there are two readers, of which a norm
     counts as several.
 
-    Before: Conv, or Gemm or MatMul -> Relu or nothing -> QuantizeLinear, without a bias, or with
-    equal ones.
+    Before: Conv whose result is read, or Gemm or MatMul -> Relu or nothing -> QuantizeLinear,
+    without a bias, or with equal ones.
     After: The bias of the first channel is the next larger number of float32, or 1e-30 if it was 0.
     """
     for node in nodes_of(model, "Gemm", "MatMul", "Conv"):
@@ -429,9 +429,10 @@ def _unequal_biases(model: Model) -> None:
 
 def _needs_a_bias(node: Node) -> bool:
     """Return True if OpenVINO may compute a layer wrongly that has no bias."""
-    return node.op_type == "Conv" or leads_only_to_quantizers(
-        node.outputs[0], "Relu", "Clip"
-    )
+    result = node.outputs[0]
+    if node.op_type == "Conv":
+        return bool(readers(result))
+    return leads_only_to_quantizers(result, "Relu", "Clip")
 
 
 def _with_another_first(bias: Tensor) -> Tensor:
