@@ -103,3 +103,27 @@ def test_deployed_forwards_overwrite_and_keep_what_the_simulation_does(
             torch.testing.assert_close(
                 deployed(X.clone()), model(X.clone()), rtol=1e-4, atol=1e-4
             )
+
+
+class Block(nn.Module):
+    """A residual block of torchvision, whose activations work in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.second(self.relu(self.first(x)))
+        y += x
+        return self.relu(y)
+
+
+def test_codes_are_handed_on_behind_activations_in_place() -> None:
+    model = nn.Sequential(Block(), Block()).eval()
+    torchq.quantize_(model, recipe(), progress=False)
+    torchq.calibrate(model, [X], progress=False)
+    deployed = torchq.deploy(model, X, progress=False)
+    for number in "01":
+        layer: Any = deployed.get_submodule(f"{number}.first")
+        assert layer.output_qparams is not None

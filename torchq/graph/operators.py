@@ -532,8 +532,11 @@ def may_alias(node: fx.Node, module: nn.Module | None) -> bool:
     """Return True if the result of ``node`` may share memory with one of its inputs."""
     if not node.op.startswith("call"):
         return False
-    if may_write(node, module) or _home(node, module) == "torchq":
-        return True  # A quantizer that is switched off returns its input.
+    if may_write(node, module):
+        return True
+    if _home(node, module) == "torchq":
+        # A quantizer that is switched off returns its input.
+        return not (isinstance(module, LAYERS) or getattr(module, "is_new", False))
     if node.op == "call_module":
         return isinstance(module, _VIEW_MODULES)
     return "view" in effects_of(operator_name(node.target))

@@ -74,9 +74,11 @@ class CodesModule(nn.Module):
 
     Attributes:
         dtype: of floating-point inputs and results; None where any will do.
+        is_new: results share memory with no input; :func:`torchq.graph.operators.may_alias`.
         qparams_names: the attributes that hold a :class:`ByteQParams` or None, parts of the state.
     """
 
+    is_new: ClassVar[bool] = True
     qparams_names: ClassVar[tuple[str, ...]] = ()
     dtype: torch.dtype | None = None
     _runs: dict[object, Run]
