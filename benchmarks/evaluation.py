@@ -4,6 +4,7 @@ For networks x recipes: the share of images whose outputs are those of the sessi
 and to 1e-4 of the largest output, with the model as users have it: quantized for onnxruntime,
 calibrated, in eval mode, without gradients. A network of which the session computes something in
 float, such as a softmax or a last convolution, cannot be equal for certain: the row says what.
+``--target executorch`` and ``--target torch`` compare networks with what these run in the same way.
 
 The time is that of a forward over the fused float model, on the same batches, in turns. ``--data``
 has the trained weights of two networks. The others have random weights, and statistics of norms of
@@ -12,6 +13,7 @@ the images: see :func:`settle_`.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import tempfile
 import time
@@ -29,6 +31,7 @@ from benchmarks.cifar import read_split, repvgg_cifar, resnet20
 from benchmarks.harness import Reporter, compare, finished_rows, parse, parser
 from benchmarks.zoo_models import build
 from torchq.graph import tensors_in
+from torchq.lowering.layer import Int8Layer
 from torchq.onnx.ir import load_model
 from torchq.runtime import open_session
 from torchq.utils.text import table
@@ -44,6 +47,11 @@ Shape Expand Pad Identity Cast Constant ConstantOfShape Where Equal Range Floor
 _SAME_EVERYWHERE = frozenset(_SAME_OPERATORS.split())
 _NEAR_ZERO = 1e-5
 _SPREAD = 0.05
+#: The networks that are compared with files of ExecuTorch.
+IN_FILES = (
+    *("resnet20", "resnet18", "squeezenet1_1", "mobilenet_v2", "googlenet"),
+    *("regnet_x_400mf", "unet"),
+)
 #: The networks with trained weights.
 TRAINED = ("resnet20", "repvgg")
 
@@ -192,41 +200,95 @@ def figures(
         rounds: samples of the time.
     """
     calibration, test = data
-    quantized = copy.deepcopy(model)
     example = calibration[0][:2]
-    torchq.quantize_(
-        quantized,
-        RECIPES[recipe](),
-        target="onnxruntime",
-        example=example,
-        progress=False,
-    )
-    torchq.calibrate(quantized, calibration, progress=False)
+    quantized = _calibrated(model, recipe, "onnxruntime", calibration, example)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.onnx")
         torchq.export_onnx(quantized, example, path, dynamo=False, progress=False)
         optimized = Path(folder, "optimized.onnx")
         session = open_session(path, optimize=True, save_optimized=optimized)
         islands = _islands(optimized)
+    shares = _shares(
+        quantized, lambda batch: session.run(session.feeds({"x": batch})), test
+    )
+    ratio = _time_over(model, quantized, test[0], rounds)
+    return {**shares, "time": ratio, "islands": islands}
+
+
+@torch.no_grad()
+def file_figures(
+    model: nn.Module,
+    target: str,
+    data: tuple[list[Tensor], list[Tensor]],
+    rounds: int,
+) -> dict[str, Any]:
+    """Return the same of a target whose files have the size of one batch.
+
+    ``layers`` counts those whose results are codes, ``outside`` what XNNPACK does not compute.
+    """
+    calibration, test = data
+    quantized = _calibrated(model, "int8", target, calibration, test[0])
+    file = torchq.deploy(quantized, test[0], target=target, progress=False)
+    shares = _shares(quantized, lambda batch: list(tensors_in(file(batch))), test)
+    ratio = _time_over(model, quantized, test[0], rounds)
+    kernels = [m for m in file.modules() if isinstance(m, Int8Layer)]
+    counts = sum(m.output_qparams is not None for m in kernels), len(kernels)
+    outside: set[str] = set()
+    if not kernels:
+        report: Any = file.report
+        counts = len(report.integer), len(report.integer) + len(report.in_float)
+        outside = {name.split()[0] for name in report.outside}
+    return {
+        **shares,
+        "time": ratio,
+        "layers": f"{counts[0]} of {counts[1]}",
+        "outside": ", ".join(sorted(outside)),
+    }
+
+
+def _calibrated(
+    model: nn.Module,
+    recipe: str,
+    target: str,
+    batches: list[Tensor],
+    example: Tensor,
+) -> nn.Module:
+    quantized = copy.deepcopy(model)
+    config = RECIPES[recipe]()
+    torchq.quantize_(quantized, config, target=target, example=example, progress=False)
+    torchq.calibrate(quantized, batches, progress=False)
+    return quantized
+
+
+def _shares(
+    quantized: nn.Module,
+    runtime: Callable[[Tensor], Sequence[Tensor]],
+    batches: list[Tensor],
+) -> dict[str, float]:
+    """Return the shares of images whose outputs are those of the runtime."""
     equal: list[Tensor] = []
     close: list[Tensor] = []
-    for batch in test:
-        found = list(tensors_in(quantized(batch)))
-        expected = session.run(session.feeds({"x": batch}))
-        equal.append(_alike(found, expected, 0.0))
-        close.append(_alike(found, expected, _CLOSE))
-    first = test[0]
-    candidates = {"float": lambda: model(first), "quantized": lambda: quantized(first)}
+    for batch in batches:
+        outputs = list(tensors_in(quantized(batch)))
+        expected = runtime(batch)
+        equal.append(_alike(outputs, expected, 0.0))
+        close.append(_alike(outputs, expected, _CLOSE))
+    return {
+        "equal": torch.cat(equal).double().mean().item(),
+        "close": torch.cat(close).double().mean().item(),
+    }
+
+
+def _time_over(
+    model: nn.Module, quantized: nn.Module, batch: Tensor, rounds: int
+) -> float:
+    """Return the time of a quantized forward over that of the float model."""
+    candidates = {"float": lambda: model(batch), "quantized": lambda: quantized(batch)}
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     _, timing = compare(
         candidates, baseline="float", rounds=rounds, warmup=2, clock=clock
     )
-    return {
-        "equal": torch.cat(equal).double().mean().item(),
-        "close": torch.cat(close).double().mean().item(),
-        "time": round(timing.ratio, 2),
-        "islands": islands,
-    }
+    return round(timing.ratio, 2)
 
 
 def _islands(path: Path) -> str:
@@ -251,6 +313,31 @@ def _alike(
     return are_alike
 
 
+def compare_files(options: argparse.Namespace) -> None:
+    """Compare networks with the files of another target, and print one table."""
+    bench = f"evaluation_{options.target}"
+    chosen = options.networks or IN_FILES
+    done = finished_rows(options.out, "network")
+    rows: list[list[Any]] = []
+    packages = [options.target] if options.target != "torch" else []
+    with Reporter(bench, options.out, packages) as report:
+        for name, make, size in networks(options.data):
+            if name not in chosen or (name,) in done:
+                continue
+            data = images(options.data, size, options.images)
+            model = make()
+            if name not in TRAINED or options.data is None:
+                settle_(model, data[0])
+            torchq.fuse_(model, data[0][0][:2])
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)
+                row = file_figures(model, options.target, data, options.rounds)
+            report.value(network=name, images=options.images, **row)
+            rows.append([name, *map(str, row.values())])
+    heading = ("network", "equal", "close", "time", "layers", "outside")
+    print(table([heading, *rows]))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Compare every network that ``--networks`` names, and print one table."""
     command = parser(__doc__)
@@ -260,7 +347,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     command.add_argument("--images", type=int, default=64, help="images to compare on")
     command.add_argument("--networks", nargs="*", help="these alone; default all")
     command.add_argument("--recipes", nargs="*", default=list(RECIPES))
+    command.add_argument(
+        "--target",
+        default="onnxruntime",
+        choices=("onnxruntime", "executorch", "torch"),
+    )
     options = parse(command, argv)
+    if options.target != "onnxruntime":
+        compare_files(options)
+        return
     done = finished_rows(options.out, *_KEY)
     rows: list[list[Any]] = []
     with Reporter("evaluation", options.out, ["onnx", "onnxruntime"]) as report:

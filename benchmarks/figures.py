@@ -621,6 +621,18 @@ def evaluation(measured: Measured) -> str:
     return markdown(head, rows)
 
 
+def evaluation_elsewhere(measured: Measured) -> str:
+    """The same of ExecuTorch's files and of the engine torch, INT8."""
+    rows = []
+    for target in ("executorch", "torch"):
+        for row in measured.all(f"evaluation_{target}"):
+            shares = _percent(row["equal"]), _percent(row["close"])
+            cells = (target, row["network"], str(row["images"]), *shares)
+            rows.append((*cells, f"{row['time']:.2f}", row["layers"]))
+    head = ("target", "network", "images", "equal to the last bit", "to 1e-4", "time")
+    return markdown((*head, "layers whose results are codes"), rows)
+
+
 def forwards(measured: Measured) -> str:
     """Time of quantized forwards and steps over the same in float, by the size of the batch."""
     by_case: dict[tuple[str, str, int], dict[str, float]] = {}
@@ -659,6 +671,7 @@ TABLES: dict[str, Callable[[Measured], str]] = {
             memory,
             agreement,
             evaluation,
+            evaluation_elsewhere,
             forwards,
         ),
         snapdragon,

@@ -63,11 +63,6 @@ class Codes:
             :data:`torchq.formats.SCALE_TYPES`. None for float32.
         int32_biases: Integer kernels add biases as int32, in units of the scale of the input times
             that of the weight.
-        kernels: What integer kernels do in this runtime alone. ``"rows"``: linear layers on more
-            than rows, (N, ..., in), add int32 biases too. ``"clips"``: results are clipped at the
-            ends of a ReLU or ReLU6 behind them, whatever their codes. ``"moves"``: a result may be
-            read at once and behind a view. ``"transposed"``: there are some for transposed
-            convolutions without groups.
     """
 
     unsigned: bool = True
@@ -77,9 +72,32 @@ class Codes:
     fitted: bool = False
     scales: str | None = None
     int32_biases: bool = False
-    kernels: frozenset[str] = frozenset()
 
 
+@dataclass(frozen=True, eq=False)
+class LayerNumbers:
+    """The numbers of a layer with a weight, as integer kernels that add float biases have them.
+
+    Attributes:
+        of: the codes of the input.
+        weight: the codes of the weight, (out, in / groups, ...).
+        scale: those of the weight, (out,).
+        bias: (out,), or None.
+        to: the codes of the result; None for a float result.
+        from_zero: ``"input"`` and ``"result"`` where a ReLU in front of these codes lets a kernel
+            store them from 0.
+    """
+
+    of: QParams
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor | None
+    to: QParams | None
+    from_zero: tuple[str, ...]
+
+
+#: The function of exact sums of codes less zero points, in place, that gives a layer's results.
+Finishes = Callable[[LayerNumbers], Callable[[Tensor], Tensor]]
 #: ``product(x, weight, bias, multiply)``: the result of a layer in float, with ``multiply(x,
 #: weight, bias)`` as torch computes it.
 ValuesProduct = Callable[
@@ -108,6 +126,10 @@ class Arithmetic(Protocol):
     @property
     def multiplies_matrices(self) -> bool:
         """Products of two activations are computed on integers."""
+
+    @property
+    def finishes(self) -> Finishes | None:
+        """How sums of a layer become results where a bias is float; None: by what follows."""
 
     @property
     def values_product(self) -> ValuesProduct | None:
@@ -200,6 +222,12 @@ class Runtime:
         planning: Planning passes that read what a run on the example shows, after operators that
             nobody reaches were left float and before ranges are shared. See
             :mod:`torchq.swap.passes`.
+        kernels: What its integer kernels do beside what all do. ``"rows"``: linear layers on more
+            than rows, (N, ..., in), round results with a bias too. ``"clips"``: results are clipped
+            at the ends of a ReLU or ReLU6 behind them, whatever their codes. ``"moves"``: a result
+            may be read at once and behind a view. ``"transposed"``: there are some for transposed
+            convolutions without groups. ``"layers alone"``: there are none for operators, biases
+            are float, and max pools take the codes in front of them.
         computes_floats: Its kernels compute in float what is not quantized, so that calibration may
             leave operators beside layers so, and planning the last layers of a detector.
         codes: The codes of activations that it has; None takes any.
@@ -229,6 +257,7 @@ class Runtime:
     placement: Placement | None = None
     adapting: tuple[PlanPass, ...] = ()
     planning: tuple[PlanPass, ...] = ()
+    kernels: frozenset[str] = frozenset()
     computes_floats: bool = True
     codes: Codes | None = None
     file: FileRules | None = None

@@ -142,7 +142,6 @@ def test_tiles_of_a_cache_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) ->
     [
         ("onnxruntime", "; evaluation computes the codes of onnxruntime"),
         ("openvino", " from 1 batch; evaluation simulates"),
-        ("torch", " from 1 batch; evaluation simulates"),
         (None, " from 1 batch"),
     ],
 )

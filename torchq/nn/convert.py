@@ -81,7 +81,9 @@ class QuantModule(nn.Module):
     bias_format: str = ""
     #: The path in the model of the quantizer that such a kernel rounds the result for.
     rounded_by: str = ""
-    #: Both of a layer whose BatchNorm is not folded yet: they hold from the fold on.
+    #: "input" and "result" where a kernel with a float bias stores these codes from 0.
+    from_zero: tuple[str, ...] = ()
+    #: Bias format and path of a layer whose BatchNorm is not folded yet: they hold from then on.
     after_fold: tuple[str, str] = ("", "")
     #: The kernel whose results the forward computes; None where it only simulates them.
     integer_kernel: IntegerKernel | None = None
@@ -425,6 +427,7 @@ def revert_(module: QuantModule) -> nn.Module:
     for name in (
         "bias_format",
         "rounded_by",
+        "from_zero",
         "after_fold",
         "one_weight_scale",
         "integer_kernel",

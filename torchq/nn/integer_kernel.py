@@ -35,7 +35,13 @@ from torchq.nn.integer_bias import exceeds, kernel_bias, raises_step
 from torchq.nn.kept_numbers import KeptNumbers, are_plain_numbers
 from torchq.nn.tensor_quantizer import TensorQuantizer
 from torchq.nn.weight_grid import scale_weight_
-from torchq.runtime import RUNTIMES, Arithmetic, ValuesProduct, planned_target
+from torchq.runtime import (
+    RUNTIMES,
+    Arithmetic,
+    LayerNumbers,
+    ValuesProduct,
+    planned_target,
+)
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
@@ -81,10 +87,12 @@ class IntegerKernel:
         return None if has_factors else quantizer
 
     @property
-    def multiplies_values(self) -> bool:
-        """True if layers with float results multiply values of codes, convolutions too."""
+    def knows_float_results(self) -> bool:
+        """True if the formulas of layers with float results are known, of convolutions too."""
         arithmetic = self.arithmetic
-        return arithmetic is not None and arithmetic.values_product is not None
+        if arithmetic is None:
+            return False
+        return arithmetic.values_product is not None or arithmetic.finishes is not None
 
     @property
     def _reader(self) -> TensorQuantizer | None:
@@ -342,13 +350,14 @@ def _product_of(
 ) -> _AnyProduct | None:
     """Return the numbers of a layer as its ranges and weights are now; None if it simulates."""
     quantizer = layer.weight_quantizer
-    gives_float = layer.gives_float_results or kernel.multiplies_values
+    gives_float = layer.gives_float_results or kernel.knows_float_results
     to = _grid_of_result(layer, kernel, gives_float=gives_float)
     if not _is_on(quantizer) or isinstance(to, _Simulated):
         return None
     if not layer.weight.is_cpu:  # nor can be the others
         return None
-    settings = (grid, to, quantizer.descriptor, layer.bias_format, layer.after_fold)
+    marks = layer.bias_format, layer.after_fold, layer.from_zero
+    settings = (grid, to, quantizer.descriptor, *marks)
     tensors = (
         layer.weight,
         layer.bias,
@@ -407,7 +416,13 @@ def _made(
     if is_transposed and (to is None or layer.groups > 1):
         return None
     return _product(
-        arithmetic, (grid, to), quantizer, weight, bias, is_transposed=is_transposed
+        arithmetic,
+        (grid, to),
+        quantizer,
+        weight,
+        bias,
+        is_transposed=is_transposed,
+        from_zero=layer.from_zero,
     )
 
 
@@ -419,6 +434,7 @@ def _product(
     bias: Tensor | None,
     *,
     is_transposed: bool = False,
+    from_zero: tuple[str, ...] = (),
 ) -> _AnyProduct | None:
     """Return the numbers of a product with a weight; None where kernels have none of its codes.
 
@@ -429,6 +445,7 @@ def _product(
         weight: its values, (out, in, ...).
         bias: (out,), or None.
         is_transposed: the weight is (in, out, ...).
+        from_zero: see :class:`torchq.runtime.LayerNumbers`.
     """
     grid, to = grids
     is_float = weight.dtype is not torch.float32
@@ -441,8 +458,13 @@ def _product(
     step = grid.scale * quantizer.qparams().scale.flatten()
     if len(step) not in (1, len(codes)) or not bool(codes.isfinite().all()):
         return None
+    weight_scale = quantizer.qparams().scale.flatten()
+    if arithmetic.finishes is not None:
+        scale = weight_scale.expand(len(codes))
+        result = None if to is None else to.qparams
+        numbers = LayerNumbers(grid.qparams, codes, scale, bias, result, from_zero)
+        return _Product(_Sums(codes, None, grid), arithmetic.finishes(numbers))
     if to is None and arithmetic.values_product is not None:
-        weight_scale = quantizer.qparams().scale.flatten()
         shape = (-1, *[1] * (codes.dim() - 1))
         values = codes * weight_scale.view(shape)
         return _ValuesProduct(grid.scale, values, bias, arithmetic.values_product)

@@ -19,13 +19,23 @@ such as 3/34, has ties in many of its sums, and there are more.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from torchq.functional import QParams
+from torchq.functional.kernels.tiled import tiles
+from torchq.functional.windows import Windows
 from torchq.lowering.api import lower_model
+from torchq.lowering.kernel import available, saturates
+from torchq.runtime import Arithmetic, LayerNumbers
 from torchq.runtimes.engine import Engine, Task
 from torchq.utils import copy_module
+
+#: Spatial dimensions of which kernels include no activation.
+_VOLUME_DIMS = 3
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -41,7 +51,13 @@ class Torch(Engine):
     name: str = "torch"
     versions: str = "2.9 to 2.14"
     proved: str = "per layer"
+    kernels: frozenset[str] = frozenset(["rows", "clips", "moves", "layers alone"])
     fuse: bool = True
+
+    @property
+    def arithmetic(self) -> Arithmetic | None:
+        """See :attr:`Runtime.arithmetic`; None where kernels overflow, or there are none."""
+        return OneDnnArithmetic() if available() and not saturates() else None
 
     def build(self, task: Task) -> nn.Module:
         """See :meth:`Engine.build`; the task may have no example."""
@@ -55,3 +71,116 @@ class Torch(Engine):
             checks=task.checks,
             with_state=[name.rpartition(".")[0] for name in task.state],
         )
+
+
+class OneDnnArithmetic:
+    """The formulas of oneDNN's kernels; see :class:`torchq.runtime.Arithmetic`.
+
+    ``acc`` is the sum of products with the codes as they are stored, zero point included, ``b`` the
+    bias with what the zero point adds.
+
+    -   A float result: ``fl(fl(fl(float(acc) * sx) * sw) + b)``.
+    -   Codes, where only clips stand between: ``rint(fl(fl(fl(float(acc) * f) + fl(b / sy)) + zy))
+        - zy`` with ``f = fl(sw * sx / sy)``, whose factors are multiplied in float64.
+
+    So zero points matter to the last bit: behind a ReLU codes are stored from 0. Of 15 million
+    codes and float results of convolutions and linear layers none differs.
+    """
+
+    divides = True
+    multiplies_matrices = False
+    values_product = None
+
+    def finishes(self, numbers: LayerNumbers) -> Callable[[Tensor], Tensor]:
+        """Return how sums of a layer become values, in place."""
+        x_scale = float(numbers.of.scale)
+        zero = 0.0 if "input" in numbers.from_zero else _stored_zero_point(numbers.of)
+        codes_sum = numbers.weight.flatten(1).sum(1, dtype=torch.float64)
+        bias = None if numbers.bias is None else numbers.bias.double()
+        if zero:
+            shift = codes_sum * numbers.scale.double() * (x_scale * zero)
+            bias = -shift if bias is None else bias - shift
+        bias = None if bias is None else bias.float()
+        of_zero = (codes_sum * zero).float() if zero else None
+        factors: tuple[Tensor, ...] = numbers.of.scale.reshape(()), numbers.scale
+        dims = numbers.weight.dim() - 2
+        is_whole = numbers.to is not None and (
+            dims < _VOLUME_DIMS or "result" not in numbers.from_zero
+        )
+        to_scale = 1.0
+        if numbers.to is not None and is_whole:
+            to_scale = float(numbers.to.scale)
+            bias = None if bias is None else (bias.double() / to_scale).float()
+            factors = ((numbers.scale.double() * x_scale / to_scale).float(),)
+        starts = "result" in numbers.from_zero
+        of_result = None if not is_whole or starts else numbers.to
+        zero_of_result = 0.0 if of_result is None else _stored_zero_point(of_result)
+        steps = [
+            *([] if of_zero is None else [(Tensor.add_, of_zero)]),
+            *((Tensor.mul_, factor) for factor in factors),
+            *([] if bias is None else [(Tensor.add_, bias)]),
+        ]
+        operations = [operation for operation, _ in steps]
+        by_channel = [_by_channel(number, dims) for _, number in steps]
+
+        def finish(sums: Tensor) -> Tensor:
+            aligned = [_with_dims(number, sums) for number in by_channel]
+            for part, *of_part in tiles(sums, *aligned):
+                for operation, number in zip(operations, of_part, strict=True):
+                    operation(part, number)
+                if is_whole:
+                    part.add_(zero_of_result).round_().sub_(zero_of_result)
+                    part.mul_(to_scale)
+            return sums
+
+        return finish
+
+    def bias_codes(self, bias: Tensor, step: Tensor) -> Tensor:
+        """Raise an error: biases are float; :meth:`finishes` adds them."""
+        raise NotImplementedError
+
+    def rounds_products(self, step: Tensor, to: Tensor) -> Callable[[Tensor], Tensor]:
+        """Raise an error: see :meth:`finishes`."""
+        raise NotImplementedError
+
+    def float_products(
+        self, step: Tensor, bias: Tensor | None
+    ) -> Callable[[Tensor], Tensor]:
+        """Raise an error: see :meth:`finishes`."""
+        raise NotImplementedError
+
+    def adds(
+        self, first: QParams, second: QParams, to: QParams
+    ) -> Callable[[Tensor, Tensor], Tensor]:
+        """Raise an error: plans give no operator to these kernels."""
+        raise NotImplementedError
+
+    def averages(self, of: QParams, to: QParams, windows: Windows) -> None:
+        """Return None: pools are computed in float."""
+
+    def multiplies(
+        self, first: QParams, second: QParams, to: QParams
+    ) -> Callable[[Tensor], Tensor]:
+        """Raise an error: plans give no operator to these kernels."""
+        raise NotImplementedError
+
+    def sigmoid(self, of: QParams, to: QParams) -> None:
+        """Return None: it is computed in float."""
+
+
+def _stored_zero_point(qparams: QParams) -> float:
+    return float(qparams.stored(signed=False).zero_point)
+
+
+def _by_channel(numbers: Tensor, dims: int) -> Tensor:
+    """Return numbers of channels as they broadcast against results of some spatial dimensions."""
+    if not numbers.dim():
+        return numbers
+    return numbers.view(-1, *[1] * max(dims, 0))
+
+
+def _with_dims(numbers: Tensor, sums: Tensor) -> Tensor:
+    """Return numbers of channels with as many dimensions as sums."""
+    if not numbers.dim():
+        return numbers
+    return numbers.view(*[1] * (sums.dim() - numbers.dim()), *numbers.shape)

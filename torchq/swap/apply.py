@@ -151,6 +151,7 @@ def _explained_alone(now: Decision, old: Decision) -> Decision:
         output=old.output,
         bias=old.bias,
         rounded_by=old.rounded_by,
+        from_zero=old.from_zero,
         awaits_fold=old.awaits_fold,
     )
     if as_planned.outcome[1:] == old.outcome[1:]:
@@ -221,6 +222,7 @@ def _decision_of(
         unsigned=tuple(sorted(name.removesuffix("_quantizer") for name in fixed)),
         bias=module.bias_format or module.after_fold[0],
         rounded_by=module.rounded_by or module.after_fold[1],
+        from_zero=module.from_zero,
         awaits_fold=any(module.after_fold),
         one_scale=module.one_weight_scale,
     )
@@ -482,6 +484,7 @@ def _mark(module: QuantModule, decision: Decision) -> None:
     """Tell a module how the kernels of the target add its bias and round its result."""
     marks = (decision.bias, decision.rounded_by)
     nothing = ("", "")
+    module.from_zero = decision.from_zero
     module.after_fold = marks if decision.awaits_fold else nothing
     module.bias_format, module.rounded_by = nothing if decision.awaits_fold else marks
 

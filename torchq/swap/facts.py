@@ -77,6 +77,7 @@ class Facts:
         mains: path of an addition -> the operand (0 or 1) that comes straight from a layer.
         operators: kinds of operators that the target quantizes.
         codes: the codes of activations that the target has; None for any.
+        kernels: what the integer kernels of the target do; see :class:`torchq.runtime.Runtime`.
         computes_floats: the target has float kernels too; False without a target.
         inputs: path of a module with quantizers -> the paths of those of its inputs; None stands
             for a slot without one.
@@ -98,6 +99,7 @@ class Facts:
     mains: Mapping[str, int] = field(default_factory=dict)
     operators: frozenset[str] = frozenset()
     codes: Codes | None = None
+    kernels: frozenset[str] = frozenset()
     computes_floats: bool = False
     inputs: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
     descriptors: Mapping[str, QuantDescriptor] = field(default_factory=dict)
@@ -125,7 +127,8 @@ class Facts:
             else runtime.placement.operators
         )
         computes_floats = runtime.plans and runtime.computes_floats
-        return cls(modules, mains, kinds, runtime.codes, computes_floats)
+        codes, kernels = runtime.codes, runtime.kernels
+        return cls(modules, mains, kinds, codes, kernels, computes_floats)
 
     def converted(self, model: nn.Module, plan: Plan, example: object = None) -> Facts:
         """Let ``model`` be quantized as ``plan`` says for a while, and run it once in float."""

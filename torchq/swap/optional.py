@@ -186,6 +186,7 @@ def _with_marks(decision: Decision, marked: Decision) -> Decision:
         decision,
         bias=marked.bias,
         rounded_by=marked.rounded_by,
+        from_zero=marked.from_zero,
         awaits_fold=marked.awaits_fold,
     )
 

@@ -188,6 +188,25 @@ def clips(call: Call) -> bool:
     return isinstance(call.module, (nn.ReLU, nn.Hardtanh)) or has_effect(call, "clip")
 
 
+def _joins(call: Call) -> bool:
+    """Return True for a function that concatenates tensors."""
+    return _operator(call) == "cat"
+
+
+def _averages_function(call: Call) -> bool:
+    """Return True for means over images, as functions or as modules."""
+    if call.module is not None:
+        return isinstance(call.module, (nn.AvgPool2d, nn.AdaptiveAvgPool2d))
+    return _operator(call) in ("mean", "avg_pool2d", "adaptive_avg_pool2d")
+
+
+def _cuts_at_zero(call: Call) -> bool:
+    """Return True for ReLU and ReLU6, and clips that let no negative value through."""
+    if isinstance(call.module, nn.Hardtanh):
+        return call.module.min_val >= 0
+    return is_relu(call) or _operator(call) == "relu6"
+
+
 def pads_with_zeros(call: Call) -> bool:
     """Return True for zeros around a tensor, which files let convolutions behind them add."""
     module = call.module
@@ -524,17 +543,21 @@ def integer_biases(plan: Plan, facts: Facts) -> Plan:
     behind an activation that codes which begin at 0 include. Files keep others in float, such as
     those in front of codes of 4 bits, which are clipped first, or linear layers on more than rows.
     """
-    if facts.flow is None or facts.codes is None or not facts.codes.int32_biases:
+    has_int32 = facts.codes is not None and facts.codes.int32_biases
+    has_float = _kernels_do("layers alone", facts)
+    if facts.flow is None or not (has_int32 or has_float):
         return plan
     results = _Results(plan, facts)
     rows = []
     for d in plan.decisions:
+        if has_float:
+            d = replace(d, from_zero=results.from_zero(d))
         behind = results.quantizers(d)
         if behind:
             # Of a layer that runs several times, each result may have a range of its own.
             one = behind[0] if results.have_one_range(behind) else ""
             is_layer = d.weight is not None and not results.is_call(d)
-            bias = "int32" if is_layer else ""
+            bias = "int32" if is_layer and has_int32 else ""
             d = replace(d, bias=bias, rounded_by=one, awaits_fold=d.name in facts.norms)
         rows.append(d)
     return replace(plan, decisions=tuple(rows))
@@ -584,6 +607,8 @@ def _kernels(view: View, facts: Facts) -> dict[str, list[_Kernel]]:
         kernel: _Kernel | None = None
         is_layer = isinstance(call.module, layers) and not call.functional
         is_layer &= not _has_groups_transposed(call.module)
+        if not is_layer and _kernels_do("layers alone", facts):
+            continue
         if is_layer or isinstance(call.module, _ON_INTEGERS) or _averages(view, call):
             kernel = _Kernel(call, call)
         elif isinstance(call.module, Tap) and not _is_in_graph(call.name, facts):
@@ -596,8 +621,8 @@ def _kernels(view: View, facts: Facts) -> dict[str, list[_Kernel]]:
 
 
 def _kernels_do(what: str, facts: Facts) -> bool:
-    """Return True for what the integer kernels of the target do; see :attr:`Codes.kernels`."""
-    return facts.codes is not None and what in facts.codes.kernels
+    """Return True for what the integer kernels of the target do; see :class:`Runtime`."""
+    return what in facts.kernels
 
 
 def _has_groups_transposed(module: nn.Module | None) -> bool:
@@ -697,6 +722,64 @@ class _Results:
             result_slots += slots
         return result_slots
 
+    def from_zero(self, decision: Decision) -> tuple[str, ...]:
+        """Return which codes of a layer a ReLU in front of them lets begin at 0."""
+        kernels = self._kernels.get(decision.name, [])
+        if decision.reason or not kernels:
+            return ()
+        found = {
+            "input": all(self._reads_from_zero(kernel.result) for kernel in kernels),
+            "result": all(self._is_cut(kernel.result) for kernel in kernels),
+        }
+        return tuple(name for name, begins in found.items() if begins)
+
+    def _reads_from_zero(self, call: Call) -> bool:
+        """Return True for a call that reads results of ReLUs, moved, joined or averaged at most."""
+        sources = [self._view.flow.calls[index] for index in call.inputs]
+        if not _joins(call):
+            sources = sources[:1]
+        return bool(sources) and all(map(self._is_from_zero, sources))
+
+    def _is_from_zero(self, call: Call) -> bool:
+        if _cuts_at_zero(call):
+            return True
+        keeps = self._keeps_codes(call) or _averages_function(call)
+        return keeps and self._reads_from_zero(call)
+
+    def _is_cut(self, call: Call) -> bool:
+        """Return True for a result that ReLUs alone read, in front of codes that begin at 0."""
+        readers = self._view.flow.consumers(call)
+        return bool(readers) and all(
+            self._is_read_from_zero(reader)
+            if _cuts_at_zero(reader)
+            else self._keeps_codes(reader) and self._is_cut(reader)
+            for reader in readers
+        )
+
+    def _is_read_from_zero(self, call: Call) -> bool:
+        """Return True unless values are joined with others, which may be negative."""
+        joining = (r for r in self._view.flow.consumers(call) if self._keeps_codes(r))
+        return all(
+            self._reads_from_zero(reader) and self._is_read_from_zero(reader)
+            for reader in joining
+        )
+
+    def _keeps_codes(self, call: Call) -> bool:
+        """Return True for a call that moves elements, or takes the largest of windows."""
+        moves = self._view.moves_elements(call) and not pads_with_zeros(call)
+        return moves or self._moves_codes(call)
+
+    def _moves_codes(self, call: Call) -> bool:
+        """Return True for a max pool or a concatenation of codes, without a quantizer in front."""
+        if not _kernels_do("layers alone", self._facts):
+            return False
+        if _joins(call):
+            return True
+        is_pool = (
+            isinstance(call.module, nn.MaxPool2d) or _operator(call) == "max_pool2d"
+        )
+        return is_pool and not self._view.is_quantized(call)
+
     def _is_float(self, kernel: _Kernel) -> bool:
         """Return True for a linear layer whose bias the target adds in float, behind the kernel."""
         return kernel.adds_bias_in_float and not _kernels_do("rows", self._facts)
@@ -730,7 +813,7 @@ class _Results:
             return self._behind(reader, True)
         if self._view.moves_elements(reader) or pads_with_zeros(reader):
             return self._behind(reader, activated)
-        return []
+        return self._behind(reader, activated) if self._moves_codes(reader) else []
 
     def _slots(self, reader: Call, call: Call) -> list[str]:
         """Return the slots by which a module reads a result."""

@@ -86,6 +86,8 @@ class Decision:
         bias: "int32" if the target adds its bias as an integer, so that the forward rounds it.
         rounded_by: the path of the quantizer that its kernel rounds the result for, with such a
             bias, or where it adds codes.
+        from_zero: ``"input"`` and ``"result"`` where a ReLU in front of these codes lets kernels
+            that add float biases store them from 0.
         awaits_fold: a BatchNorm behind it is to be folded; ``bias`` and ``rounded_by`` hold from
             then on.
         one_scale: its weight has one scale, as the kernels of the target take no more.
@@ -110,6 +112,7 @@ class Decision:
     unsigned: tuple[str, ...] = ()
     bias: str = ""
     rounded_by: str = ""
+    from_zero: tuple[str, ...] = ()
     awaits_fold: bool = False
     one_scale: bool = False
     optional: bool = False
@@ -159,6 +162,7 @@ class Decision:
             self.unsigned,
             self.bias,
             self.rounded_by,
+            self.from_zero,
             self.awaits_fold,
             self.one_scale,
         )

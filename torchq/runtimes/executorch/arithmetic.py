@@ -49,6 +49,7 @@ _MOST_STEPS = 2**24
 class XnnpackArithmetic:
     """See :class:`torchq.runtime.Arithmetic`."""
 
+    finishes = None
     divides = False
     multiplies_matrices = False
 

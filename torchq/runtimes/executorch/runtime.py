@@ -52,9 +52,7 @@ _PLACEMENT = Placement(
     modules=(MAX_POOLS, AVG_POOLS, *ACTIVATIONS),
 )
 #: Codes without negative values begin at 0: quantizers on both sides of a ReLU have one grid then.
-_CODES = Codes(
-    int32_biases=True, kernels=frozenset(["rows", "clips", "moves", "transposed"])
-)
+_CODES = Codes(int32_biases=True)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -71,6 +69,7 @@ class ExecuTorch(FileEngine):
     # What is concatenated must have one scale, so no pass separates ranges.
     planning: tuple[PlanPass, ...] = (partial(quantize_results, linear=True),)
     codes: Codes | None = _CODES
+    kernels: frozenset[str] = frozenset(["rows", "clips", "moves", "transposed"])
     limits: tuple[str, ...] = (
         "A file takes inputs of the shapes that it was made with alone, batch size included.",
         "A layer whose result nothing quantizes, as a last one's, or a projection of "

@@ -45,6 +45,7 @@ _IMAGE_DIMS = 2
 class OnnxRuntimeArithmetic:
     """See :class:`torchq.runtime.Arithmetic`."""
 
+    finishes = None
     divides = True
     multiplies_matrices = True
     values_product = None
