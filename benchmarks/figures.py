@@ -91,9 +91,7 @@ def latencies(measured: Measured) -> list[float]:
     """Return the ms that ResNet-50 takes for one image in FP32 and deployed on torch."""
     image = {"bench": "deploy_native", "model": "resnet50", "batch": 1, "threads": 1}
     names = ("fp32 eager", "torch quantized, own placement")
-    return [
-        1e3 * measured.value("median_s", candidate=name, **image) for name in names
-    ]
+    return [1e3 * measured.value("median_s", candidate=name, **image) for name in names]
 
 
 def memories(measured: Measured) -> list[float]:
@@ -150,11 +148,7 @@ def overview(measured: Measured) -> str:
     accuracy = "ResNet-20, accuracy on 10,000 CIFAR-10 images"
     mobile = untouched(measured, "mobilenet", "int8, onnxruntime")
     four = "ResNet-20, untouched, the same answers"
-    image = {"model": "resnet50", "batch": 1, "threads": 1}
-    slow, fast = (
-        f"{1e3 * measured.value('median_s', 'deploy_native', candidate=name, **image):.0f} ms"
-        for name in ("fp32 eager", "torch quantized, own placement")
-    )
+    slow, fast = (f"{ms:.0f} ms" for ms in latencies(measured))
     step = _step(measured, "ResNet-20", "torchq").split()[0]
     rows = [
         (accuracy, f"{plain:.1f} %", _int8(measured), "", "benchmarks/training.py"),
@@ -466,6 +460,19 @@ def export_time(measured: Measured) -> str:
         for row in newest.values()
     ]
     return markdown(head, rows)
+
+
+def screens(measured: Measured) -> str:
+    """Return the lines that each call and command prints, by network."""
+    lines: dict[str, dict[str, int]] = {}
+    for row in measured.all("screens"):
+        lines.setdefault(row["call"], {})[row["network"]] = row["lines"]
+    networks = list(dict.fromkeys(name for cells in lines.values() for name in cells))
+    rows = [
+        (f"`{call}`", *(cells.get(network, "") for network in networks))
+        for call, cells in lines.items()
+    ]
+    return markdown(("call", *networks), rows)
 
 
 def executorch(measured: Measured) -> str:

@@ -13,6 +13,8 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +176,7 @@ def tuned(network: nn.Module, batches: list[Any]) -> object:
     def never_kept(candidate: nn.Module) -> float:
         return float(not torchq.workflow.is_quantized(candidate))
 
-    limits: dict[str, Any] = {"max_drop": 0.0, "time_limit": 20.0}
+    limits: dict[str, Any] = {"max_drop": 0.0, "time_limit": 2.0}
     return torchq.tune(network, batches, never_kept, **limits, **_QUIET)
 
 
@@ -220,12 +222,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Count the lines of all calls for the networks whose packages are installed."""
     arguments = parser(__doc__)
     arguments.add_argument("--show", action="store_true", help="print the screens too")
+    arguments.add_argument("--only", default="*", help="a pattern of names of networks")
     options = parse(arguments, argv)
     with (
         Reporter("screens", options.out, _PACKAGES) as report,
         tempfile.TemporaryDirectory() as folder,
     ):
-        for name in NETWORKS:
+        for name in filter(partial(fnmatchcase, pat=options.only), NETWORKS):
             try:
                 for call, screen in measure(name, Path(folder)):
                     report.value(network=name, call=call, lines=len(screen))
