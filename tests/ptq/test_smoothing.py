@@ -296,9 +296,16 @@ def test_gains_fold_into_weights_whose_quantizers_have_factors() -> None:
         torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-4)
 
 
-def test_layers_with_factors_are_left_alone_by_what_rounds_weights() -> None:
+@pytest.mark.parametrize("algorithm", ["gptq_", "adaround_"])
+def test_layers_with_factors_are_left_alone_by_what_rounds_weights(
+    algorithm: str,
+) -> None:
     model = smoothed_residual()
-    report = torchq.ptq.gptq_(model, batches(), progress=False)
-    assert "multiplies it by factors" in report.skipped["q"]
+    report = getattr(torchq.ptq, algorithm)(model, batches(), progress=False)
+    for name in ("q", "k"):
+        assert "multiplies it by factors, of smooth_ or of" in report.skipped[name]
+
+
+def test_an_unknown_place_behind_which_to_smooth_is_named() -> None:
     with pytest.raises(ConfigError, match="got behind='all'; expected 'norms' or"):
         smooth_(net(), batches(), behind="all", progress=False)  # type: ignore[arg-type]

@@ -139,7 +139,10 @@ def _obstacle(model: nn.Module, module: QuantModule, integer: bool) -> str | Non
     if not descriptor.fake_quant:
         return "its weight quantizer returns codes"
     if quantizer.pre_quant_scale is not None:
-        return "the quantizer of its weight multiplies it by factors"
+        return (
+            "the quantizer of its weight multiplies it by factors, of smooth_ or of calibrate, "
+            "which chooses none with correct=False"
+        )
     if is_shared(model, module.weight):
         return SHARED
     is_float = integer and not descriptor.format.is_integer
