@@ -360,6 +360,49 @@ def methods(measured: Measured) -> str:
     return markdown(("method", "accuracy", "seeds"), rows)
 
 
+def factors(measured: Measured) -> str:
+    """Return what factors of channels bring on transformers: means over draws."""
+    cells: dict[tuple[str, str], dict[str, list[Mapping[str, Any]]]] = {}
+    for row in measured.all("linear_factors"):
+        versions = cells.setdefault((row["network"], row["target"]), {})
+        versions.setdefault(row["version"], []).append(row)
+
+    def of(rows: Sequence[Mapping[str, Any]]) -> str:
+        if not rows:
+            return ""
+        decibels = mean(row["decibels"] for row in rows)
+        return f"{decibels:.1f} dB, {mean(row['same'] for row in rows):.1f} %"
+
+    rows = []
+    for (network, target), versions in cells.items():
+        plain, tried = versions["no factors"], versions["untouched"]
+        seconds = [mean(row["seconds"] for row in some) for some in (tried, plain)]
+        layers = _span((row["layers"] for row in tried), "{:.0f}")
+        shown = [
+            of(versions.get(name, [])) for name in ("no factors", "untouched", "NNCF")
+        ]
+        time = f"{seconds[0] / seconds[1]:.2f}"
+        rows.append((network, target, str(len(tried)), *shown, layers, time))
+    head = ("network", "target", "draws", "no factors", "untouched", "NNCF")
+    return markdown((*head, "layers with factors", "time"), rows)
+
+
+def added_time(measured: Measured) -> str:
+    """Return the time of files with added operators over that of the layers alone."""
+    cells: dict[str, dict[str, str]] = {}
+    for row in measured.all("added_time"):
+        network = row["network"].rpartition("/")[2]
+        ratio = "one file"
+        if "ratio" in row:
+            ratio = f"{row['ratio']:.2f} ± {row['noise']:.2f}"
+        cells.setdefault(network, {})[row["target"]] = ratio
+    rows = [
+        (network, *(cell.get(target, "") for target in ("onnxruntime", "openvino")))
+        for network, cell in cells.items()
+    ]
+    return markdown(("network", "ONNX Runtime", "OpenVINO"), rows)
+
+
 def zoo(measured: Measured) -> str:
     """Return how many networks of each library pass each check of those made."""
     merged: dict[str, dict[str, Any]] = {}
@@ -666,7 +709,7 @@ TABLES: dict[str, Callable[[Measured], str]] = {
     table.__name__: table
     for table in (
         *(overview, fake_quant, qat_step, calibration, fuse, folds, folded_accuracy),
-        *(accuracy, training, methods, zoo),
+        *(accuracy, training, methods, factors, added_time, zoo),
         *(
             conformance,
             fuzz,
