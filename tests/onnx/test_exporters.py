@@ -224,3 +224,26 @@ def test_inputs_and_outputs_called_by_numbers_keep_their_names(tmp_path: Path) -
     (found,) = session.run(["7"], {"0": x[:2].numpy()})
     # Products of 6 numbers, summed in another order.
     assert torch.allclose(torch.from_numpy(found), model(x[:2]), atol=1e-5)
+
+
+class Skip(nn.Module):
+    """A skip that reads the data of a tensor, past autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        return self.second(x) + x.data
+
+
+def test_the_data_of_a_tensor_is_no_constant_of_the_example(path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 3, 6, 6)
+    model = Skip().eval()
+    torchq.quantize_(model, target="onnxruntime", example=x[:2], progress=False)
+    torchq.calibrate(model, [x], progress=False)
+    torchq.export_onnx(model, x[:2], path, dynamo=False, progress=False)
+    with torch.no_grad():
+        assert torch.allclose(run_file(path, x)[0], model(x), atol=1e-4)

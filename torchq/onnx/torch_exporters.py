@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from torchq.errors import ExportError
 from torchq.functional.onnx_ops import MARK
@@ -111,6 +112,7 @@ def _hide(graph: Graph, node: Node, place: int, number: Any) -> tuple[Value, obj
 _TORCHSCRIPT_MAX = 20
 _WRAPPED = "torchq_wrapped_model"
 _NUMBERED = "torchq_number_"
+_GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 class TorchExportError(ExportError):
@@ -229,7 +231,19 @@ class _TensorsOnly(nn.Module):
             name: remaining.pop(0) if isinstance(v, Tensor) else v
             for name, v in self._call.kwargs.items()
         }
-        return self.get_submodule(_WRAPPED)(*args, **kwargs)
+        with _DataIsDetached():
+            return self.get_submodule(_WRAPPED)(*args, **kwargs)
+
+
+class _DataIsDetached(TorchFunctionMode):
+    """Lets ``x.data`` be ``x.detach()``: a trace takes the former for a constant of the example."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func == _GET_DATA:
+            return args[0].detach()
+        return func(*args, **(kwargs or {}))
 
 
 def run_torchscript(call: ExampleCall, opset: int) -> Model:
