@@ -113,7 +113,14 @@ class ExecuTorch(FileEngine):
             stored = torch.frombuffer(bytearray(graph), dtype=torch.uint8)
             module = EngineModule(self, stored, interface, report)
             for check in task.checks:
-                deviation = check.difference(module, RESULT_TOLERANCE)
+                try:
+                    deviation = check.difference(module, RESULT_TOLERANCE)
+                except RuntimeError as error:
+                    raise ExportError(
+                        f"deploy: target {self.label!r}: the runtime cannot run the file that it "
+                        f"made ({error}). Leave parts in float with exclude=, or use "
+                        "target='torch'"
+                    ) from error
                 if deviation:
                     raise ExportError(
                         f"deploy: target {self.label!r}: {deviation}, for {check.what}. Compare "
