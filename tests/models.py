@@ -74,7 +74,8 @@ class ConvNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = ConvBNReLU(3, 8)
-        self.left, self.right = ConvBNReLU(8, 8), ConvBNReLU(8, 8)
+        self.left = ConvBNReLU(8, 8)
+        self.right = ConvBNReLU(8, 8)
         self.head = nn.Linear(8, 5)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -63,7 +63,8 @@ class Running:
             assert self.receiver.poll(PATIENCE), f"no answer within {PATIENCE:g} s"
             answer, failure = self.receiver.recv()
         except EOFError:
-            answer, failure = None, "the process ended without an answer"
+            answer = None
+            failure = "the process ended without an answer"
         finally:
             self.process.join(5)
             self.process.kill()

@@ -69,22 +69,21 @@ def test_config_round_trip() -> None:
     )
     assert QuantConfig.from_json(config.to_json()) == config
     assert QuantConfig.from_json(config.to_json(indent=None)) == config
-    assert QuantConfig.from_dict(config.to_dict()) == config and hash(
-        QuantConfig.from_dict(config.to_dict())
-    ) == hash(config)
+    assert QuantConfig.from_dict(config.to_dict()) == config
+    assert hash(QuantConfig.from_dict(config.to_dict())) == hash(config)
     assert json.loads(config.to_json())["version"] == 1
 
 
 def test_with_rules_adds_at_the_end() -> None:
     config = torchq.recipes.int8()
     longer = config.with_rules(Rule("head", skip=True), Rule("0", input=INT8))
-    assert longer.rules[:-2] == config.rules and [
-        str(r) for r in longer.rules[-2:]
-    ] == [
+    assert longer.rules[:-2] == config.rules
+    assert [str(r) for r in longer.rules[-2:]] == [
         "head",
         "0",
     ]
-    assert longer.name == config.name and len(config.rules) == len(longer.rules) - 2
+    assert longer.name == config.name
+    assert len(config.rules) == len(longer.rules) - 2
 
 
 def test_a_list_of_rules_will_do() -> None:
@@ -226,10 +225,8 @@ def test_ends_get_a_width_of_their_own() -> None:
     plan = torchq.plan(model, torchq.recipes.w4a4().with_ends(None))
     assert [d.weight is None for d in plan.decisions] == [True, False, False, True]
     wide = torchq.recipes.w4a4()
-    assert (
-        wide.with_ends(8) == wide
-        and torchq.recipes.int8().with_ends(8) == torchq.recipes.int8()
-    )
+    assert wide.with_ends(8) == wide
+    assert torchq.recipes.int8().with_ends(8) == torchq.recipes.int8()
 
 
 def test_what_overrules_a_rule_overrules_its_ends() -> None:
@@ -241,7 +238,8 @@ def test_what_overrules_a_rule_overrules_its_ends() -> None:
 
 def test_inputs_get_zero_points_where_that_is_possible() -> None:
     plain = torchq.recipes.integer(8, 4).with_zero_points().rules[0].input
-    assert plain is not None and (plain.symmetric, plain.unsigned) == (False, True)
+    assert plain is not None
+    assert (plain.symmetric, plain.unsigned) == (False, True)
     for recipe in (
         torchq.recipes.fp8(),
         torchq.recipes.nvfp4(),

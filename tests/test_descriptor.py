@@ -93,12 +93,14 @@ def test_round_trips(given: dict[str, Any]) -> None:
     assert set(d.to_dict()) == set(given)
     assert json.loads(json.dumps(d.to_dict())) == d.to_dict()
     assert eval(repr(d), {"QuantDescriptor": QuantDescriptor}) == d
-    assert d.replace() == d and hash(d.replace()) == hash(d)
+    assert d.replace() == d
+    assert hash(d.replace()) == hash(d)
 
 
 def test_defaults() -> None:
     d = QuantDescriptor()
-    assert d.to_dict() == {} and repr(d) == "QuantDescriptor()"
+    assert d.to_dict() == {}
+    assert repr(d) == "QuantDescriptor()"
     assert (d.format, d.granularity, d.block_scale_format) == (INT8, PerTensor(), None)
     assert QuantDescriptor(8, "x").name == "x"
 
@@ -157,10 +159,12 @@ def test_vector_amax_compares_and_hashes() -> None:
             numpy.array(values, dtype="float32"),
         )
     ]
-    assert len(set(same)) == 1 and same[0].amax == ((1.0,), (2.5,))
+    assert len(set(same)) == 1
+    assert same[0].amax == ((1.0,), (2.5,))
     assert same[0] != QuantDescriptor(axis=0, amax=[[1.0], [2.0]])
     assert QuantDescriptor(amax=torch.tensor(3.0)).amax == 3.0
-    assert QuantDescriptor() != "int8" and QuantDescriptor() != None  # noqa: E711
+    assert QuantDescriptor() != "int8"
+    assert QuantDescriptor() != None  # noqa: E711
     assert len({QuantDescriptor(), QuantDescriptor(8), QuantDescriptor(4)}) == 2
 
 

@@ -60,7 +60,9 @@ def test_any_module_may_be_imported_first(first: str, registry: str) -> None:
 
 
 def test_registries_have_what_other_packages_enter() -> None:
-    assert "openvino" in RUNTIMES and "pays" in KEEPS and "fold_bn" in PASSES
+    assert "openvino" in RUNTIMES
+    assert "pays" in KEEPS
+    assert "fold_bn" in PASSES
 
 
 def test_type_checkers_see_the_names_that_are_loaded() -> None:

@@ -129,7 +129,8 @@ def test_what_replaces_a_name_that_is_gone_is_there() -> None:
         for row in rows
         for name in re.findall(r"`(torchq\.[\w.]+)", row.split(" | ")[-1])
     }
-    assert len(rows) > 150 and len(named) > 40
+    assert len(rows) > 150
+    assert len(named) > 40
     for name in sorted(named):
         pkgutil.resolve_name(name)
 
@@ -147,7 +148,8 @@ def test_the_page_of_an_index_names_no_file_of_the_repository(source: str) -> No
     page = build["page_of_index"](readme, source, "1.2.3")
     assert [link for link in LINK.findall(page) if "://" not in link] == []
     assert 'pip install "torchq[all]" && torchq demo' in page
-    assert "pip install -e" not in page and "pytest" not in page
+    assert "pip install -e" not in page
+    assert "pytest" not in page
     assert ("<picture>" in page) == bool(source)
     for link in LINK.findall(readme):
         kind = "raw" if link.endswith(".svg") else "blob"

@@ -30,7 +30,8 @@ def model() -> nn.Module:
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_are_data(name: str) -> None:
     config = recipes.by_name(name)
-    assert config.name == name and config == getattr(recipes, name)()
+    assert config.name == name
+    assert config == getattr(recipes, name)()
     assert QuantConfig.from_json(config.to_json()) == config
     # A model without a Linear is no error.
     assert all(rule.optional for rule in config.rules)
@@ -51,7 +52,8 @@ def test_recipes_run(name: str, generator: torch.Generator) -> None:
         if calibrated:
             torchq.calibrate(net, [x], progress=False)
         y = net(x)
-        assert bool(y.isfinite().all()) and not torch.equal(y, expected)
+        assert bool(y.isfinite().all())
+        assert not torch.equal(y, expected)
     # 4 bits are coarse; INT8 and FP8 are not.
     assert (y - expected).norm() < (0.6 if "4" in name else 0.1) * expected.norm()
     y.sum().backward()
@@ -171,4 +173,5 @@ def test_recurrent_layers_are_quantized_by_name_alone() -> None:
         with pytest.raises(ConfigError, match="nothing to quantize"):
             torchq.plan(net, config)
     rule = recipes.int8(symmetric=False, recurrent=True).rules[-1]
-    assert rule.input == QuantDescriptor() and rule.weight == QuantDescriptor(axis=0)
+    assert rule.input == QuantDescriptor()
+    assert rule.weight == QuantDescriptor(axis=0)

@@ -96,7 +96,8 @@ def test_errors_are_what_python_users_expect() -> None:
     builtin |= {"InputError": TypeError}
     for name, base in builtin.items():
         error = getattr(torchq.errors, name)
-        assert issubclass(error, base) and issubclass(error, torchq.errors.TorchqError)
+        assert issubclass(error, base)
+        assert issubclass(error, torchq.errors.TorchqError)
 
 
 def test_version_is_a_version() -> None:

@@ -173,7 +173,8 @@ def test_sensitivity_and_tune_take_it_by_name() -> None:
     rows = head().transpose(1, 2).expand(6, -1, -1)
     model = simulated(Fixed().eval(), [rows], torchq.recipes.int8(), correct=False)
     report = torchq.sensitivity(model, [rows], "detections", progress=False)
-    assert report.metric == "detections" and report.reference == 1
+    assert report.metric == "detections"
+    assert report.reference == 1
     assert (
         report.baseline
         == Detections().agreement(model(rows), head().expand(6, -1, -1)).value
@@ -183,7 +184,9 @@ def test_sensitivity_and_tune_take_it_by_name() -> None:
     result = torchq.tune(
         Fixed().eval(), [rows], "detections", max_drop=0.2, progress=False
     )
-    assert result.float_metric == 1 and result.kept and result.metric > 0.8
+    assert result.float_metric == 1
+    assert result.kept
+    assert result.metric > 0.8
     wrong = "tune: got metric 'sqn'; expected a function metric"
     with pytest.raises(ConfigError, match=wrong):
         torchq.tune(Fixed(), [rows], "sqn", max_drop=0.2, progress=False)  # type: ignore[arg-type]
@@ -241,7 +244,12 @@ def yolo_of_classes() -> Tensor:
 
 def corners_score_label() -> Tensor:
     found = torch.cat(
-        [boxes(10), torch.full((2, 10, 1), 0.9), torch.ones(2, 10, 1)], -1
+        [
+            boxes(10),
+            torch.full((2, 10, 1), 0.9),
+            torch.ones(2, 10, 1),
+        ],
+        -1,
     )
     found[..., 5] = torch.arange(10) % 3
     return found
@@ -255,7 +263,11 @@ OUTPUTS: dict[str, tuple[Any, int]] = {
     "corners, score, label": (corners_score_label(), 20),
     "dicts": (
         [
-            {"boxes": b[:7], "scores": torch.full((7,), 0.8), "labels": torch.arange(7)}
+            {
+                "boxes": b[:7],
+                "scores": torch.full((7,), 0.8),
+                "labels": torch.arange(7),
+            }
             for b in boxes()
         ],
         14,
@@ -269,7 +281,8 @@ def test_an_output_agrees_with_itself_and_counts_its_objects(layout: str) -> Non
     metric = torchq.analysis.Detections()
     metric.check_layout(output)
     itself = metric.agreement(output, output)
-    assert itself.value == 1 and itself.count == objects
+    assert itself.value == 1
+    assert itself.count == objects
     assert f"{objects} detections" in str(itself)
 
 

@@ -70,7 +70,8 @@ def test_the_verdict_follows_time_and_noise(
 ) -> None:
     files = timed(FLOAT, float_ms, noise), timed(INT8, int8_ms, noise)
     one = TargetForecast("onnxruntime", files, share(0.4))
-    assert one.verdict.startswith(verdict) and one.pays is pays
+    assert one.verdict.startswith(verdict)
+    assert one.pays is pays
 
 
 def test_operators_that_cost_time_are_named() -> None:
@@ -87,7 +88,8 @@ def test_operators_that_cost_time_are_named() -> None:
 def test_a_runtime_without_a_float_figure_gives_no_gain() -> None:
     failed = TimedFile(FLOAT, None, 0, "an operator is missing")
     one = TargetForecast("torch", (failed, timed(INT8, 1)), share(1.0))
-    assert one.verdict == "not measured: an operator is missing" and not one.pays
+    assert one.verdict == "not measured: an operator is missing"
+    assert not one.pays
 
 
 def test_the_model_and_the_number_of_threads_stay_as_they_are() -> None:
@@ -97,14 +99,17 @@ def test_the_model_and_the_number_of_threads_stay_as_they_are() -> None:
     state = copy.deepcopy(model.state_dict())
     threads = torch.get_num_threads()
     found = torchq.forecast(model, X, "torch", threads=2, progress=False)
-    assert found.threads == 2 and torch.get_num_threads() == threads
-    assert model.training and type(model.stem) is nn.Conv2d
+    assert found.threads == 2
+    assert torch.get_num_threads() == threads
+    assert model.training
+    assert type(model.stem) is nn.Conv2d
     assert all(
         torch.equal(value, state[name]) for name, value in model.state_dict().items()
     )
     assert [file.form for file in found["torch"].files] == [FLOAT, INT8]
     share = found["torch"].share
-    assert share is not None and share.quantized == 1.0
+    assert share is not None
+    assert share.quantized == 1.0
     assert str(found).splitlines()[-1].startswith("fastest: torch, ")
     with pytest.raises(KeyError, match="got 'qnn'; expected one of 'torch'"):
         found["qnn"]

@@ -41,7 +41,8 @@ def test_local_and_accumulated_error_are_those_of_separate_runs() -> None:
     float_model = copy.deepcopy(model)
     torchq.restore_(float_model)
     inputs = torch.cat(batches)
-    expected, found = inputs, inputs
+    expected = inputs
+    found = inputs
     rows = torchq.layer_errors(model, batches, progress=False).rows
     for row, layer, float_layer in zip(rows, model, float_model, strict=True):
         local = layer(expected)
@@ -153,7 +154,8 @@ def test_values_at_the_end_of_the_range_are_not_clipped() -> None:
 
 @pytest.mark.parametrize("recipe", ["int8", "w4a4", "fp8", "mxfp8", "nvfp4"])
 def test_every_recipe_has_rows_for_every_layer(recipe: str) -> None:
-    model, batches = ConvNet(), image_batches()
+    model = ConvNet()
+    batches = image_batches()
     simulated(model, batches, torchq.recipes.by_name(recipe))
     report = torchq.layer_errors(model, batches, progress=False)
     assert [row.name for row in report.rows] == ["stem.0", "left.0", "right.0", "head"]
@@ -177,7 +179,8 @@ def test_layers_of_other_kinds_and_hand_placed_quantizers() -> None:
             x = self.own(self.project(x))
             return self.attention(x, x, x)[0]
 
-    model, batch = Mixed(), torch.randn(2, 3, 4)
+    model = Mixed()
+    batch = torch.randn(2, 3, 4)
     simulated(model, [batch], example=batch)
     report = torchq.layer_errors(model, [batch], progress=False)
     kinds = [("project", "Projecting"), ("own", "TensorQuantizer")]
@@ -195,7 +198,8 @@ def test_in_place_code_behind_a_layer_does_not_count_as_error() -> None:
 
 
 def test_the_model_is_left_as_it_was() -> None:
-    model, batches = StagedNet(), image_batches()
+    model = StagedNet()
+    batches = image_batches()
     simulated(model, batches)
     model.train()
     model.head.eval()

@@ -245,4 +245,5 @@ def test_all_formats_are_judged_on_one_draw_of_random_numbers(metric: str) -> No
         "progress": False,
     }
     torchq.mixed_precision(Noisy().eval(), [torch.ones(4, 8)], metric=metric, **options)
-    assert len(draws) > 4 and len(set(draws)) == 1
+    assert len(draws) > 4
+    assert len(set(draws)) == 1

@@ -76,7 +76,8 @@ def test_scores_are_found_by_their_name(name: str) -> None:
     assert only_scores(output) is scores
     assert [id(t) for t in scores_in(output)] == [id(scores)]
     pair = (torch.randn(2, 5), torch.randn(2, 7))  # without names neither is certain
-    assert only_scores(pair) is None and len(scores_in(pair)) == 2
+    assert only_scores(pair) is None
+    assert len(scores_in(pair)) == 2
 
 
 def test_the_estimate_looks_at_the_scores_beside_larger_tensors() -> None:
@@ -95,7 +96,8 @@ def test_the_estimate_looks_at_the_scores_beside_larger_tensors() -> None:
 
 
 def test_labels_in_a_batch_change_no_figure() -> None:
-    plain, labelled = sequences(), sequences(with_labels=True)
+    plain = sequences()
+    labelled = sequences(with_labels=True)
     model = quantized(plain)
     for measure in (torchq.sensitivity, torchq.layer_errors):
         assert str(measure(model, plain, progress=False)) == str(
@@ -135,10 +137,12 @@ def test_layer_errors_name_the_first_layer(place: str, value: float) -> None:
     model, x, first = broken(place, value)
     found = torchq.layer_errors(model, [x], progress=False)
     assert f"NaN or infinity comes first from {first}: look at its weight" in str(found)
-    assert found.first_not_finite is not None and found.first_not_finite.name == first
+    assert found.first_not_finite is not None
+    assert found.first_not_finite.name == first
     row = next(row for row in found.rows if row.name == first)
     assert math.isnan(row.cosine)
-    assert math.isnan(found.worst[0].local_sqnr) and math.isnan(found.output_sqnr)
+    assert math.isnan(found.worst[0].local_sqnr)
+    assert math.isnan(found.output_sqnr)
 
 
 @PLACES
@@ -148,7 +152,8 @@ def test_the_report_does_not_call_nan_equal_predictions(place: str) -> None:
     verdict = found.data["verdict"]
     outputs = found.data["outputs"]
     assert outputs["agreement"] == (0.0 if place != "input" else 0.75)
-    assert verdict["grade"] == "poor" and not verdict["blame"]
+    assert verdict["grade"] == "poor"
+    assert not verdict["blame"]
     assert (
         f"NaN or infinity for these batches, and {first} is the first"
         in verdict["sentence"]

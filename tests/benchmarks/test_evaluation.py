@@ -17,7 +17,8 @@ class Dull(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.norm = nn.BatchNorm2d(8)
         self.head = nn.Linear(8, 4)
         nn.init.zeros_(self.head.weight)
 
@@ -27,11 +28,13 @@ class Dull(nn.Module):
 
 def test_outputs_of_a_settled_network_tell_images_apart() -> None:
     torch.manual_seed(0)
-    model, x = Dull().eval(), torch.randn(16, 3, 8, 8)
+    model = Dull().eval()
+    x = torch.randn(16, 3, 8, 8)
     assert torch.equal(model(x)[0], model(x)[1])
     settle_(model, [x])
     assert not torch.allclose(model(x)[0], model(x)[1], rtol=0.01)
-    assert not model.norm.training and int(model.norm.num_batches_tracked) == 1
+    assert not model.norm.training
+    assert int(model.norm.num_batches_tracked) == 1
     with torch.no_grad():
         model.norm.weight.zero_()
     with pytest.raises(RuntimeError, match="all images have one output"):

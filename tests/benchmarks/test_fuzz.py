@@ -37,7 +37,8 @@ def test_only_named_errors_come_out_of_processes_with_little_memory(
 ) -> None:
     results, failures = fuzz.fuzz(reader, COUNT, corpus)
     assert failures == []
-    assert results.total() == COUNT and results["read"] < COUNT
+    assert results.total() == COUNT
+    assert results["read"] < COUNT
 
 
 @pytest.mark.parametrize("reader", fuzz.READERS)

@@ -159,8 +159,10 @@ def test_lines_are_printed_and_appended(
     assert out.read_text() == printed
     lines = [json.loads(line) for line in printed.splitlines()]
     assert [line["kind"] for line in lines] == 2 * ["environment", "result", "result"]
-    assert lines[1]["elements"] == 1024 and lines[1]["least_s"] == 2e-3
-    assert lines[5]["bench"] == "again" and lines[5]["top1"] == 0.98765
+    assert lines[1]["elements"] == 1024
+    assert lines[1]["least_s"] == 2e-3
+    assert lines[5]["bench"] == "again"
+    assert lines[5]["top1"] == 0.98765
 
 
 def test_options() -> None:

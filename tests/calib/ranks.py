@@ -87,7 +87,8 @@ def with_data(calibrator: Calibrator, *tensors: Tensor) -> Calibrator:
 
 
 def run(folder: Path) -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     found: dict[str, Any] = {**traffic_by_size(rank), **refusals(rank)}
     torch.save(found, folder / f"rank{rank}.pt")
 

@@ -62,7 +62,8 @@ def test_negative_values_of_all_ranks_are_counted(results: Results) -> None:
     for found in results:
         negative = found["small negative"]
         assert (negative[0], negative[-4]) == (total, 2)
-        assert not any(negative[1:-4]) and not any(negative[-3:])
+        assert not any(negative[1:-4])
+        assert not any(negative[-3:])
 
 
 def test_traffic_is_the_same_on_every_rank_and_for_any_amount_of_data(

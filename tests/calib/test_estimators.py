@@ -66,7 +66,8 @@ def naive_entropy(counts: list[int], levels: list[float]) -> int:
                 quantized[i] = sum(counts[m] for m in members) / len(members)
         if any(p and not q for p, q in zip(reference, quantized, strict=True)):
             continue
-        p_sum, q_sum = sum(reference), sum(quantized)
+        p_sum = sum(reference)
+        q_sum = sum(quantized)
         divergence = sum(
             p / p_sum * math.log((p / p_sum) / (q / q_sum))
             for p, q in zip(reference, quantized, strict=True)
@@ -92,7 +93,8 @@ def naive_mse(counts: list[int], format: Format) -> int:
                 near = grid[max(0, position - 1) : position + 1]
                 error += count * min(abs(g * scale - (i + 0.5)) for g in near) ** 2
         if error <= least:
-            best, least = edge, error
+            best = edge
+            least = error
     return best
 
 

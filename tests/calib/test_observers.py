@@ -24,7 +24,11 @@ def model(unsigned: bool) -> nn.Module:
 
 @pytest.mark.parametrize("method", ["max", "entropy"])
 def test_calibration_names_the_quantizer(method: str) -> None:
-    batches = [torch.rand(3, 4), torch.rand(3, 4) - 0.5, torch.rand(3, 4)]
+    batches = [
+        torch.rand(3, 4),
+        torch.rand(3, 4) - 0.5,
+        torch.rand(3, 4),
+    ]
     text = (
         r"0\.input_quantizer: got negative values in 1 of 3 batches; uint8 makes them 0"
     )

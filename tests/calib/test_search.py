@@ -177,7 +177,8 @@ def test_odd_tensors(low_dtype: torch.dtype, generator: torch.Generator) -> None
     x = torch.randn(4, 64, generator=generator).to(low_dtype)
     with torch.inference_mode():
         amax = search_range(x, INT4, PerAxis((0,))).high
-    assert amax.dtype is torch.float32 and not amax.is_inference()
+    assert amax.dtype is torch.float32
+    assert not amax.is_inference()
     assert torch.equal(amax, search_range(x.float(), INT4, PerAxis((0,))).high)
     with pytest.raises(ConfigError, match="candidates: got 1; expected at least 2"):
         search_range(x, INT8, candidates=1)

@@ -69,11 +69,9 @@ def test_a_network_of_mxnet_is_quantized_in_one_command(
     ]
     assert main([*command, "--image-size", "16", "--save", str(saved)]) == 0
     out = capsys.readouterr().out
-    assert (
-        saved.exists()
-        and "torchq.from_mxnet(" in out
-        and "classifier-0000.params" in out
-    )
+    assert saved.exists()
+    assert "torchq.from_mxnet(" in out
+    assert "classifier-0000.params" in out
 
 
 SUPPRESSED = """

@@ -15,7 +15,8 @@ image = pytest.importorskip("PIL.Image")
 pytest.importorskip("torchvision")
 pytest.importorskip("onnxruntime")
 
-HEIGHT, WIDTH = 12, 20
+HEIGHT = 12
+WIDTH = 20
 FEATURES = 4 * (HEIGHT - 2) * (WIDTH - 2)
 
 
@@ -112,7 +113,8 @@ def test_another_size_than_that_of_the_file_is_refused(
     assert main([*argv, "--image-size", size]) == 2
     captured = capsys.readouterr()
     assert f"{name} fixes {HEIGHT}x{WIDTH}; leave the option out" in captured.err
-    assert "fused" not in captured.out and not Path("a.pt").exists()
+    assert "fused" not in captured.out
+    assert not Path("a.pt").exists()
     assert main([*argv, "--image-size", f"{HEIGHT}x{WIDTH}"]) == 0
 
 
@@ -127,7 +129,11 @@ def test_a_size_that_the_file_leaves_open_may_be_given(
 
 @pytest.mark.parametrize(
     ("shape", "inputs"),
-    [(["N", 1, HEIGHT, WIDTH], 1), (["N", HEIGHT, WIDTH, 3], 1), (["N", 3, 8, 8], 2)],
+    [
+        (["N", 1, HEIGHT, WIDTH], 1),
+        (["N", HEIGHT, WIDTH, 3], 1),
+        (["N", 3, 8, 8], 2),
+    ],
     ids=["one channel", "channels last", "two inputs"],
 )
 def test_inputs_that_are_no_colour_images_are_refused(
@@ -161,10 +167,8 @@ def test_images_are_cut_from_the_centre_in_their_proportion(
     (batch,) = load_batches("halves", images)
     assert batch.shape == (1, 3, height, width)
     columns = batch.mean((0, 1, 2))
-    assert (
-        columns[: width // 2 - 2].max() < 0.05
-        and columns[width // 2 + 2 :].min() > 0.95
-    )
+    assert columns[: width // 2 - 2].max() < 0.05
+    assert columns[width // 2 + 2 :].min() > 0.95
 
 
 def test_a_square_is_prepared_as_torchvision_does() -> None:

@@ -18,7 +18,8 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def test_max_over_batches_and_reset() -> None:
     calibrator = calib.MaxCalibrator(8, None, True)  # counts magnitudes all the same
-    assert calibrator.compute_amax() is None and calibrator._calib_amax is None
+    assert calibrator.compute_amax() is None
+    assert calibrator._calib_amax is None
     batches = [draw(129), draw(127, seed=1), torch.tensor([-9, 3])]
     for batch in batches:
         calibrator.collect(batch)
@@ -43,7 +44,11 @@ def test_max_per_axis() -> None:
 
 def test_tracked_ranges_are_copies() -> None:
     calibrator = calib.MaxCalibrator(8, None, False, track_amax=True)
-    batches = [torch.tensor([1.0, -2.0]), torch.tensor([5.0]), torch.tensor([3.0])]
+    batches = [
+        torch.tensor([1.0, -2.0]),
+        torch.tensor([5.0]),
+        torch.tensor([3.0]),
+    ]
     for batch in batches:
         calibrator.collect(batch)
     assert [float(amax) for amax in calibrator.amaxs] == [2, 5, 3]
@@ -273,7 +278,8 @@ def test_zeros_nothing_and_tiny_values() -> None:
     calibrator.collect(torch.zeros(7))
     assert calibrator.compute_amax("percentile") == 0
     calibrator.collect(torch.tensor([1e-30, 2.0]))
-    assert calibrator._calib_hist.sum() == 9 and calibrator._calib_hist[0] == 8
+    assert calibrator._calib_hist.sum() == 9
+    assert calibrator._calib_hist[0] == 8
     calibrator.reset()
     assert calibrator.compute_amax("entropy") is None
     skipping = calib.HistogramCalibrator(8, None, False, skip_zeros=True)
@@ -307,10 +313,11 @@ def test_collecting_leaves_the_tensor_alone(dtype: torch.dtype) -> None:
         calibrator = kind(8, None, False)
         calibrator.collect(x)
         amax = calibrator.compute_amax()
-        assert (
-            not amax.requires_grad and amax.dtype is torch.float32 and amax.shape == ()
-        )
-        assert repr(calibrator) and str(copy.deepcopy(calibrator)) == str(calibrator)
+        assert not amax.requires_grad
+        assert amax.dtype is torch.float32
+        assert amax.shape == ()
+        assert repr(calibrator)
+        assert str(copy.deepcopy(calibrator)) == str(calibrator)
     assert x.detach().equal(before)
 
 
@@ -328,7 +335,8 @@ def test_calibrate_weights(method: str, perchannel: bool) -> None:
         model, method=method, perchannel=perchannel, percentile=99.0
     )
     for module in model:
-        weight, amax = module.weight, module.weight_quantizer.amax
+        weight = module.weight
+        amax = module.weight_quantizer.amax
         axis = 1 if module.weight.shape == (4, 6, 2, 2) else 0
         parts = list(weight.unbind(axis)) if perchannel else [weight]
         for part, found in zip(parts, amax.flatten(), strict=True):

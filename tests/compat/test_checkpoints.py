@@ -19,7 +19,11 @@ from torchq.compat.pytorch_quantization import calib, quant_modules
 from torchq.compat.pytorch_quantization import nn as quant_nn
 from torchq.compat.pytorch_quantization.tensor_quant import QuantDescriptor
 
-AMAX = [torch.tensor(2.5), torch.tensor([2.5]), torch.full((1, 1, 1, 1), 2.5)]
+AMAX = [
+    torch.tensor(2.5),
+    torch.tensor([2.5]),
+    torch.full((1, 1, 1, 1), 2.5),
+]
 PER_CHANNEL = [torch.arange(1.0, 5.0), torch.arange(1.0, 5.0).reshape(4, 1, 1, 1)]
 
 
@@ -57,7 +61,8 @@ def test_old_keys_load_strictly_in_both(
     input_amax: Tensor, weight_amax: Tensor, assign: bool
 ) -> None:
     state = old_state(input_amax, weight_amax)
-    legacy, core = legacy_model(), core_model()
+    legacy = legacy_model()
+    core = core_model()
     for model in (legacy, core):
         copied = {k: v.clone() for k, v in state.items()}
         assert model.load_state_dict(copied, strict=True, assign=assign) == ([], [])
@@ -218,4 +223,5 @@ def test_pickled_modules_of_the_original_load(old_names: None) -> None:
     assert loaded.weight_quantizer.amax.shape == (4, 1, 1, 1)
     buffer = io.BytesIO()
     torch.save(loaded, buffer)
-    assert buffer.tell() > 0 and repr(loaded)
+    assert buffer.tell() > 0
+    assert repr(loaded)

@@ -28,9 +28,11 @@ def test_calibrate() -> None:
     assert model[0].input_quantizer.amax == batch().abs().max()
     wanted = model[0].weight.detach().abs().amax((1, 2, 3), keepdim=True)
     assert model[0].weight_quantizer.amax.equal(wanted)
-    assert model[1].input_quantizer.amax is None and model[1].input_quantizer._disabled
+    assert model[1].input_quantizer.amax is None
+    assert model[1].input_quantizer._disabled
     quantizer = model[0].input_quantizer
-    assert quantizer.mode == "quantize" and quantizer.calibrator is None
+    assert quantizer.mode == "quantize"
+    assert quantizer.calibrator is None
     with pytest.warns(UserWarning, match="are calibrated already"):
         torchq.calibrate(model, [batch()], progress=False)
 
@@ -63,11 +65,9 @@ def test_summary_and_descriptor() -> None:
     model = legacy_model()
     torchq.calibrate(model, [batch()], progress=False)
     text = str(torchq.summary(model))
-    assert (
-        "0._input_quantizer" in text
-        and "3._weight_quantizer" in text
-        and "int8" in text
-    )
+    assert "0._input_quantizer" in text
+    assert "3._weight_quantizer" in text
+    assert "int8" in text
     options: Any = {
         "axis": 0,
         "unsigned": True,
@@ -87,7 +87,8 @@ def test_step_and_range() -> None:
     with pytest.raises(RuntimeError, match="the scale is not known"):
         _ = quant_nn.TensorQuantizer().calculate_qparams()
     quantizer.forget_amax()
-    assert quantizer.amax is None and not quantizer.calibrated
+    assert quantizer.amax is None
+    assert not quantizer.calibrated
     quantizer.set_amax([1.0, 2.0])
     assert quantizer.amax.tolist() == [1, 2]
 
@@ -138,4 +139,5 @@ def test_export_and_verify(tmp_path: Path) -> None:
     torchq.calibrate(model, [batch()], progress=False)
     torchq.export_onnx(model, (batch(),), tmp_path / "model.onnx", dynamo=True)
     report = torchq.verify_onnx(model, tmp_path / "model.onnx", [batch()])
-    assert report.ok and ": 0 of " in str(report)
+    assert report.ok
+    assert ": 0 of " in str(report)

@@ -276,7 +276,8 @@ class Functional(nn.Module):
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         super().__init__()
-        self.function, self.arguments = function, arguments
+        self.function = function
+        self.arguments = arguments
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(x, *self.arguments)

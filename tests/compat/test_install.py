@@ -95,7 +95,8 @@ def test_libraries_find_a_distribution_while_it_is_installed() -> None:
     assert version() == package.__version__
     assert importlib.metadata.version("pytorch-quantization") == version()
     found = [d.name for d in importlib.metadata.distributions()]
-    assert found.count("pytorch-quantization") == 1 and len(found) > 1
+    assert found.count("pytorch-quantization") == 1
+    assert len(found) > 1
     torchq.compat.uninstall()
     with pytest.raises(importlib.metadata.PackageNotFoundError):
         version()

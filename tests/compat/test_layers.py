@@ -18,7 +18,11 @@ from torchq.compat.pytorch_quantization.tensor_quant import QuantDescriptor
 from torchq.errors import ExportError
 from torchq.graph.calling import tensors_in
 
-SHAPES = {1: (2, 4, 9), 2: (2, 4, 9, 8), 3: (2, 4, 6, 5, 7)}
+SHAPES = {
+    1: (2, 4, 9),
+    2: (2, 4, 9, 8),
+    3: (2, 4, 6, 5, 7),
+}
 WEIGHTED: list[tuple[str, tuple[Any, ...], tuple[int, ...], int]] = [
     *((f"Conv{d}d", (4, 6, 3), SHAPES[d], 0) for d in (1, 2, 3)),
     *((f"ConvTranspose{d}d", (4, 6, 3), SHAPES[d], 1) for d in (1, 2, 3)),
@@ -125,7 +129,8 @@ def test_a_layer_is_built_from_a_float_one_by_the_names_of_its_constructor(
     sizes = {"in_channels": 3, "out_channels": 4, "in_features": 3, "out_features": 4}
     sizes |= {"input_size": 3, "hidden_size": 4}
     names = list(inspect.signature(entry.replace_mod.__init__).parameters)[1:]
-    assert names.pop() == "kwargs" and not {"args", "device", "dtype"} & set(names)
+    assert names.pop() == "kwargs"
+    assert not {"args", "device", "dtype"} & set(names)
     before = getattr(nn, entry.mod_name)
     given = {
         name: (sizes | arguments)[name] for name in names if name in sizes | arguments
@@ -227,9 +232,11 @@ def test_defaults_belong_to_the_class() -> None:
         QuantDescriptor(num_bits=13, axis=1)
     )
     layer = quant_conv.Conv2d(2, 3, 3)
-    assert layer.input_quantizer._num_bits == 11 and layer.weight_quantizer._axis == 1
+    assert layer.input_quantizer._num_bits == 11
+    assert layer.weight_quantizer._axis == 1
     other = quant_conv.Conv3d(2, 3, 3)
-    assert other.input_quantizer._num_bits == 8 and other.weight_quantizer._axis == 0
+    assert other.input_quantizer._num_bits == 8
+    assert other.weight_quantizer._axis == 0
     quant_nn.Linear.set_default_quant_desc_weight(QuantDescriptor(num_bits=5))
     assert quant_nn.QuantLinear(2, 2).weight_quantizer.num_bits == 5
     quant_nn.QuantMaxPool2d.set_default_quant_desc_input(QuantDescriptor(num_bits=4))
@@ -286,10 +293,8 @@ def test_user_classes() -> None:
     plain.load_state_dict(layer.state_dict())
     x = torch.randn(5, 3)
     assert layer(x).equal(plain(x))
-    assert (
-        layer.input_quantizer is layer._input_quantizer
-        and layer.weight_quantizer.axis == 0
-    )
+    assert layer.input_quantizer is layer._input_quantizer
+    assert layer.weight_quantizer.axis == 0
     options: Any = {"quant_desc_input": QuantDescriptor(4)}
     twice = QuantTwice(2, 3, 3, **options)
     conv = quant_nn.QuantConv2d(2, 3, 3, **options)
@@ -371,7 +376,8 @@ def test_batchnorms_fold_into_layers_of_the_originals_names(
         want = model(x)
         report = torchq.fuse_(model, x, progress=False)
         error = (model(x) - want).abs().max() / want.abs().max()
-    assert len(report.fused) == 2 and report.refused == ()
+    assert len(report.fused) == 2
+    assert report.refused == ()
     assert sum(fusion.codes for fusion in report.fused) == (162 if calibrated else 0)
     assert model[0]._weight_quantizer is not model[2]._weight_quantizer
     # A tie may move the input of the second layer, and without a range the weights are float.

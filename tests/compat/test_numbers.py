@@ -109,14 +109,15 @@ def test_dead_ranges_give_zero(dtype: torch.dtype) -> None:
     x = torch.ones(2, 3, 4, dtype=dtype)
     amax = torch.tensor([1.0, 2.0**-24, 0.0]).reshape(1, 3, 1)
     found = tensor_quant.fake_tensor_quant(x, amax)
-    assert found[:, 0].eq(1).all() and found[:, 1:].eq(0).all()
+    assert found[:, 0].eq(1).all()
+    assert found[:, 1:].eq(0).all()
     assert cuda_ext.fake_tensor_quant_with_axis(x, amax.flatten(), 1).equal(found)
     changed = x.clone()
-    assert cuda_ext.fake_tensor_quant_(changed, amax) is changed and changed.equal(
-        found
-    )
+    assert cuda_ext.fake_tensor_quant_(changed, amax) is changed
+    assert changed.equal(found)
     codes, scale = tensor_quant.tensor_quant(x.float(), amax)
-    assert codes[0, :, 0].tolist() == [127, 0, 0] and scale.flatten().tolist() == [
+    assert codes[0, :, 0].tolist() == [127, 0, 0]
+    assert scale.flatten().tolist() == [
         127,
         1,
         1,
@@ -166,7 +167,8 @@ def test_gradient_mask_is_inclusive(dtype: torch.dtype) -> None:
 def test_unsigned_maps_negative_values_to_zero() -> None:
     x = torch.tensor([-1.0, -1e-8, 0.5], requires_grad=True)
     found = tensor_quant.fake_tensor_quant(x, torch.tensor(1.0), 8, True)
-    assert found[:2].tolist() == [0, 0] and found[2] > 0
+    assert found[:2].tolist() == [0, 0]
+    assert found[2] > 0
 
 
 @pytest.mark.parametrize("amax", [None, 2.0, 0.3])

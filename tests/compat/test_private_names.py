@@ -67,11 +67,13 @@ def test_convolution_bases_can_be_derived_from(
     own: Any, builtin: Any, base: type
 ) -> None:
     torch.manual_seed(0)
-    mine, theirs = own(), builtin(3, 4, 3)
+    mine = own()
+    theirs = builtin(3, 4, 3)
     mine.load_state_dict(theirs.state_dict())
     x = torch.randn(2, 3, 6, 6)
     assert torch.equal(mine(x), theirs(x))
-    assert isinstance(theirs, base) and isinstance(mine, base)
+    assert isinstance(theirs, base)
+    assert isinstance(mine, base)
     assert isinstance(mine, torch.nn.modules.conv._ConvNd)
     assert not (isinstance(theirs, quant_conv._QuantConvNd) and theirs.transposed)
 
@@ -94,8 +96,10 @@ def test_the_range_of_a_max_calibrator_is_assignable() -> None:
 def test_functions_behind_histogram_calibrators() -> None:
     calibrator = calib.HistogramCalibrator(8, None, False, num_bins=512)
     calibrator.collect(torch.randn(5000, generator=torch.Generator().manual_seed(1)))
-    counts, edges = calibrator._calib_hist, calibrator._calib_bin_edges
-    assert counts is not None and edges is not None
+    counts = calibrator._calib_hist
+    edges = calibrator._calib_bin_edges
+    assert counts is not None
+    assert edges is not None
     found = {
         "entropy": histogram._compute_amax_entropy(
             counts.numpy(), edges.numpy(), 8, False
@@ -115,8 +119,10 @@ def test_functions_behind_histogram_calibrators() -> None:
 def test_codes_and_scale_without_rounding_the_scale() -> None:
     x = torch.tensor([1.0, -0.5, 0.25], dtype=torch.float16)
     codes, scale = tensor_quant._tensor_quant(x, torch.tensor(1.0))
-    assert codes.dtype is torch.float16 and codes.tolist() == [127.0, -64.0, 32.0]
-    assert scale.dtype is torch.float32 and scale.item() == 127.0
+    assert codes.dtype is torch.float16
+    assert codes.tolist() == [127.0, -64.0, 32.0]
+    assert scale.dtype is torch.float32
+    assert scale.item() == 127.0
     assert tensor_quant._tensor_quant(x, torch.tensor(1e-6))[1].item() > 65504.0
 
 

@@ -27,7 +27,8 @@ def test_default_map() -> None:
     assert len(REPLACED) == len(set(REPLACED)) == 15
     for entry in quant_modules._DEFAULT_QUANT_MAP:
         quantized = getattr(quant_nn, f"Quant{entry.mod_name}")
-        assert entry.orig_mod is torch.nn and entry.replace_mod is quantized
+        assert entry.orig_mod is torch.nn
+        assert entry.replace_mod is quantized
         assert issubclass(entry.replace_mod, PLAIN[entry.mod_name])
 
 
@@ -56,10 +57,8 @@ def test_a_custom_map_wins_over_the_skip_list() -> None:
     helper.prepare_state(["Linear"], [(torch.nn, *entry) for entry in own.items()])
     helper.apply_quant_modules()
     try:
-        assert (
-            torch.nn.Linear is quant_nn.QuantLinear
-            and torch.nn.Conv2d is quant_nn.QuantConv1d
-        )
+        assert torch.nn.Linear is quant_nn.QuantLinear
+        assert torch.nn.Conv2d is quant_nn.QuantConv1d
     finally:
         helper.restore_float_modules()
     assert current() == PLAIN
@@ -67,9 +66,8 @@ def test_a_custom_map_wins_over_the_skip_list() -> None:
 
 def test_twice_is_undone_by_once() -> None:
     package.initialize(["Linear"])
-    assert (
-        torch.nn.Linear is PLAIN["Linear"] and torch.nn.Conv2d is quant_nn.QuantConv2d
-    )
+    assert torch.nn.Linear is PLAIN["Linear"]
+    assert torch.nn.Conv2d is quant_nn.QuantConv2d
     quant_modules.initialize(["Conv1d"])
     quant_modules.deactivate()
     assert current() == PLAIN
@@ -99,10 +97,8 @@ def test_the_helper_undoes_it_after_an_exception() -> None:
     helper = QuantModuleReplacementHelper()
     helper.prepare_state(REPLACED[1:])
     with helper:
-        assert (
-            torch.nn.Conv1d is quant_nn.QuantConv1d
-            and torch.nn.Linear is PLAIN["Linear"]
-        )
+        assert torch.nn.Conv1d is quant_nn.QuantConv1d
+        assert torch.nn.Linear is PLAIN["Linear"]
     assert current() == PLAIN
 
 

@@ -67,7 +67,8 @@ def test_descriptor_properties() -> None:
     assert {name: getattr(descriptor, name) for name in expected} == expected
     for amax in (0.7, [1.3, 1.4], np.array([2.0])):
         found = QuantDescriptor(amax=amax).amax
-        assert isinstance(found, np.ndarray) and found.dtype == np.float32
+        assert isinstance(found, np.ndarray)
+        assert found.dtype == np.float32
         np.testing.assert_array_equal(found, np.float32(amax))
     assert QuantDescriptor(np.int64(4)).num_bits == 4
     assert QuantDescriptor(axis=(0, 1, 3)).axis == (0, 1, 3)
@@ -166,14 +167,14 @@ def test_function_classes_can_be_applied() -> None:
     assert tensor_quant.FakeTensorQuantFunction.apply(x, 0.7).equal(fake)
     assert tensor_quant.LegacyFakeTensorQuantFunction.apply(x, amax).equal(fake)
     codes, scale = tensor_quant.TensorQuantFunction.apply(x, amax, 8, False)
-    assert (
-        codes.equal(tensor_quant.tensor_quant(x, amax)[0]) and not scale.requires_grad
-    )
+    assert codes.equal(tensor_quant.tensor_quant(x, amax)[0])
+    assert not scale.requires_grad
     assert tensor_quant.ScaledE4M3Function.apply(x).equal(tensor_quant.scaled_e4m3(x))
     affine = tensor_quant.FakeAffineTensorQuantFunction.apply(x, -amax, amax)
     assert affine.equal(tensor_quant.fake_affine_tensor_quant(x, -amax, amax))
     (codes.sum() + affine.sum()).backward()
-    assert x.grad is not None and x.grad.tolist() == [0, 2, 2, 2, 0]
+    assert x.grad is not None
+    assert x.grad.tolist() == [0, 2, 2, 2, 0]
 
 
 @pytest.mark.parametrize("keepdims", [True, False])
@@ -193,7 +194,8 @@ def test_reduce_amax(axis: Any, keepdims: bool) -> None:
         np.abs(x.detach().numpy()), axes, keepdims=keepdims and axes is not None
     )
     np.testing.assert_array_equal(found.numpy(), expected)
-    assert found.shape == expected.shape and not found.requires_grad
+    assert found.shape == expected.shape
+    assert not found.requires_grad
 
 
 def test_reduce_amax_takes_integers_and_refuses_too_many_axes() -> None:

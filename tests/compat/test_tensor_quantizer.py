@@ -20,7 +20,8 @@ def test_default_is_eight_bits_of_each_call() -> None:
     x = draw(3, 7)
     quantizer = TensorQuantizer()
     assert quantizer(x).equal(tensor_quant.fake_tensor_quant(x, x.abs().max()))
-    assert quantizer.amax is None and not hasattr(quantizer, "_amax")
+    assert quantizer.amax is None
+    assert not hasattr(quantizer, "_amax")
     assert not quantizer.state_dict()
 
 
@@ -50,7 +51,8 @@ def test_properties_and_setters() -> None:
         vector = TensorQuantizer()
         vector.amax = source
         wanted = torch.as_tensor(source).float()
-        assert vector.amax.dtype is torch.float32 and vector.amax.equal(wanted)
+        assert vector.amax.dtype is torch.float32
+        assert vector.amax.equal(wanted)
         assert vector.amax is not source
 
 
@@ -75,7 +77,8 @@ def test_a_private_range_is_a_buffer() -> None:
     assert quantizer.state_dict()["_amax"] == 2
     quantizer._amax.fill_(3.0)
     quantizer._amax = torch.max(quantizer._amax, torch.tensor(5.0)).to("cpu")
-    assert quantizer.amax == 5 and copy.deepcopy(quantizer).amax == 5
+    assert quantizer.amax == 5
+    assert copy.deepcopy(quantizer).amax == 5
     del quantizer._amax
     assert quantizer.amax is None
 
@@ -130,7 +133,8 @@ def test_max_calibration() -> None:
     )
     assert quantizer._calibrator.compute_amax().equal(expected)
     quantizer.load_calib_amax()
-    assert quantizer.amax.equal(expected) and quantizer.amax.shape == (6, 1, 1, 1)
+    assert quantizer.amax.equal(expected)
+    assert quantizer.amax.shape == (6, 1, 1, 1)
     pairs = TensorQuantizer(QuantDescriptor(axis=(0, 1)), if_calib=True, if_quant=False)
     assert pairs(first) is first
     pairs.load_calib_amax()
@@ -194,7 +198,8 @@ def test_pre_quant_scale() -> None:
 def test_learned_range_clips_and_learns() -> None:
     x = draw(200).requires_grad_()
     quantizer = TensorQuantizer(QuantDescriptor(num_bits=8, amax=0.5, learn_amax=True))
-    assert quantizer._if_clip and quantizer._learn_amax
+    assert quantizer._if_clip
+    assert quantizer._learn_amax
     found = quantizer(x)
     assert found.equal(
         tensor_quant.fake_tensor_quant(x.clamp(-0.5, 0.5), torch.tensor(0.5))
@@ -204,7 +209,8 @@ def test_learned_range_clips_and_learns() -> None:
     assert quantizer.clip.clip_value_min.grad == (x < -0.5).sum()
     assert x.grad.equal((x.abs() < 0.5).float())
     quantizer.disable_clip()
-    assert not quantizer.clip.clip_value_max.requires_grad and not quantizer._if_clip
+    assert not quantizer.clip.clip_value_max.requires_grad
+    assert not quantizer._if_clip
     learned = QuantDescriptor(amax=0.5, learn_amax=True)
     clipping = TensorQuantizer(learned, if_quant=False, if_clip=True)
     assert clipping(x).equal(x.clamp(-0.5, 0.5))
@@ -244,9 +250,8 @@ def test_dtype_and_device_moves_keep_the_range_exact() -> None:
 def test_dtype_and_layout_of_the_result(dtype: torch.dtype) -> None:
     x = draw(2, 4, 5, 5).to(dtype).contiguous(memory_format=torch.channels_last)
     found = TensorQuantizer(QuantDescriptor(axis=1))(x)
-    assert found.dtype is dtype and found.is_contiguous(
-        memory_format=torch.channels_last
-    )
+    assert found.dtype is dtype
+    assert found.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_printed_forms() -> None:

@@ -502,7 +502,8 @@ class Past(Base):
 class Attributes(Base):
     def __init__(self) -> None:
         super().__init__()
-        self.calls, self.last = 0, None
+        self.calls = 0
+        self.last = None
         self.cache = types.SimpleNamespace(items=[])
 
     def tail(self, h: Tensor) -> Any:

@@ -105,17 +105,22 @@ class EngineContract:
         self, deployed: nn.Module, simulated: nn.Module
     ) -> None:
         x = images(self.usual_batch, seed=1)
-        got, expected = deployed(x), simulated(x)
+        got = deployed(x)
+        expected = simulated(x)
         assert sqnr(got.scores, expected.scores) > BOUND_DB
         assert sqnr(got.maps["y"][0], expected.maps["y"][0]) > BOUND_DB
 
     def test_results_have_the_structure_of_the_model(self, deployed: nn.Module) -> None:
         got = deployed(images(1))
-        assert type(got) is Detection and got.note == "two maps"
-        assert list(got.maps) == ["y", "sizes"] and type(got.maps["y"]) is list
+        assert type(got) is Detection
+        assert got.note == "two maps"
+        assert list(got.maps) == ["y", "sizes"]
+        assert type(got.maps["y"]) is list
         scores, three = got.maps["y"][1]
-        assert three == 3 and scores is got.scores
-        assert type(got.maps["sizes"]) is Sizes and got.maps["sizes"].nothing is None
+        assert three == 3
+        assert scores is got.scores
+        assert type(got.maps["sizes"]) is Sizes
+        assert got.maps["sizes"].nothing is None
         assert got.maps["sizes"].mean.shape == ()
 
     def test_the_signature_is_that_of_the_model(self, deployed: nn.Module) -> None:
@@ -128,7 +133,8 @@ class EngineContract:
         self, deployed: nn.Module, simulated: nn.Module, count: int
     ) -> None:
         x = images(count)
-        got, expected = deployed(x), simulated(x)
+        got = deployed(x)
+        expected = simulated(x)
         assert got.scores.shape == expected.scores.shape
         assert got.scores.dtype is torch.float32
         assert got.maps["y"][0].shape == expected.maps["y"][0].shape

@@ -83,7 +83,11 @@ def _case(
 
 
 def _convolutions() -> Iterator[Case]:
-    for d, cls in ((1, nn.Conv1d), (2, nn.Conv2d), (3, nn.Conv3d)):
+    for d, cls in (
+        (1, nn.Conv1d),
+        (2, nn.Conv2d),
+        (3, nn.Conv3d),
+    ):
         settings: dict[str, dict[str, Any]] = {
             "plain": {},
             "stride": {"stride": 2, "bias": False},

@@ -208,7 +208,8 @@ def test_errors(call: Any, text: str) -> None:
 
 def test_formats_are_values() -> None:
     """Equal by content, hashable, and one object per name."""
-    assert by_bits(8) == integer_format(8) == INT8 and hash(by_bits(8)) == hash(INT8)
+    assert by_bits(8) == integer_format(8) == INT8
+    assert hash(by_bits(8)) == hash(INT8)
     assert integer_format(8, unsigned=True, narrow=True) == format_by_name("uint8")
     assert integer_format(1, unsigned=True).values == (0.0, 1.0)
     assert integer_format(8) != integer_format(8, narrow=True)
@@ -223,7 +224,8 @@ def test_a_new_float_format_needs_no_code() -> None:
     assert e3m0.values == (*(-v for v in reversed(positive)), 0.0, *positive)
     assert e3m0.smallest_normal == 0.25
     assert e3m0.snap_(torch.tensor([3.1, -99.0, 0.1])).tolist() == [4.0, -16.0, 0.0]
-    assert isinstance(E5M2, FloatFormat) and not isinstance(E5M2, IntFormat)
+    assert isinstance(E5M2, FloatFormat)
+    assert not isinstance(E5M2, IntFormat)
 
 
 @pytest.mark.parametrize("name", formats.SCALE_TYPES)
@@ -238,8 +240,10 @@ def test_scale_types_round_as_torch_does(name: str, dtype: torch.dtype) -> None:
     near = x.clamp_min(kind.least).to(kind.dtype).to(dtype)
     assert torch.equal(kind.snap_(x.clone()), torch.where(x > kind.qmax, x, near))
     odd = kind.snap_(torch.tensor([float("nan"), float("inf")], dtype=dtype))
-    assert odd[0].isnan() and odd[1].isinf()
-    assert kind.qmax == torch.finfo(kind.dtype).max and not kind.signed
+    assert odd[0].isnan()
+    assert odd[1].isinf()
+    assert kind.qmax == torch.finfo(kind.dtype).max
+    assert not kind.signed
     assert kind.smallest_normal == torch.finfo(kind.dtype).tiny <= kind.least
 
 

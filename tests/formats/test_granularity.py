@@ -75,17 +75,30 @@ def test_aligned_amax_broadcasts_to_its_group(
 
 def test_amax_keeps_dtype_and_shows_nan(dtype: torch.dtype) -> None:
     x = torch.tensor(
-        [[1.0, -3.0], [math.nan, 2.0], [math.inf, 0.0]], dtype=dtype, requires_grad=True
+        [
+            [1.0, -3.0],
+            [math.nan, 2.0],
+            [math.inf, 0.0],
+        ],
+        dtype=dtype,
+        requires_grad=True,
     )
     amax = PerAxis((0,)).amax(x)
-    assert amax.dtype is dtype and not amax.requires_grad
-    assert amax[0].item() == 3.0 and amax[1].isnan() and amax[2].isinf()
+    assert amax.dtype is dtype
+    assert not amax.requires_grad
+    assert amax[0].item() == 3.0
+    assert amax[1].isnan()
+    assert amax[2].isinf()
     assert PerTensor().amax(x).isnan()
 
 
 def test_legacy_amax_shapes() -> None:
     shape = torch.Size([5, 2, 3, 3])
-    for amax in (torch.ones(()), torch.ones(1), torch.ones(1, 1, 1, 1)):
+    for amax in (
+        torch.ones(()),
+        torch.ones(1),
+        torch.ones(1, 1, 1, 1),
+    ):
         assert PerAxis((0,)).align(amax, shape).shape == ()
         assert PerTensor().align(amax, shape).shape == ()
     assert PerAxis((0,)).align(torch.ones(5), shape).shape == (5, 1, 1, 1)

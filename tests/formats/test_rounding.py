@@ -62,7 +62,8 @@ def test_tensor_and_number_agree_with_the_definition(
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_what_is_no_number_stays(rounding: str) -> None:
     x = round_(torch.tensor([torch.nan, torch.inf, -torch.inf]), rounding)
-    assert x[0].isnan() and x[1:].tolist() == [torch.inf, -torch.inf]
+    assert x[0].isnan()
+    assert x[1:].tolist() == [torch.inf, -torch.inf]
 
 
 def test_table_of_ties() -> None:
@@ -84,7 +85,8 @@ def test_table_of_ties() -> None:
 def test_formats_carry_the_policy() -> None:
     away = integer_format(4, rounding="half_away")
     assert away.snap_(torch.tensor([0.5, -0.5, 6.5, 99.0])).tolist() == [1, -1, 7, 7]
-    assert away != integer_format(4) and away.name == "int4"
+    assert away != integer_format(4)
+    assert away.name == "int4"
     assert by_bits(8, rounding="half_even") == INT8
     # Between 16 and 18, the grid values of E4M3 there, lies one tie.
     up = dataclasses.replace(E4M3, rounding="half_up")

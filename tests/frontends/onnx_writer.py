@@ -13,7 +13,8 @@ import torchq
 __all__ = ["Writer", "assert_agrees", "run_reference"]
 
 onnx = pytest.importorskip("onnx", reason="writes the files")
-helper, numpy_helper = onnx.helper, onnx.numpy_helper
+helper = onnx.helper
+numpy_helper = onnx.numpy_helper
 TYPES = {
     torch.float32: onnx.TensorProto.FLOAT,
     torch.int64: onnx.TensorProto.INT64,
@@ -96,7 +97,12 @@ class Writer:
         }
         y = self.node("Conv", x, weight, **window)
         uniform = [torch.rand(outputs, generator=self.generator) for _ in range(4)]
-        parts = [uniform[0] + 0.5, uniform[1] - 0.5, uniform[2] * 0.2, uniform[3] + 0.5]
+        parts = [
+            uniform[0] + 0.5,
+            uniform[1] - 0.5,
+            uniform[2] * 0.2,
+            uniform[3] + 0.5,
+        ]
         names = [self.weight(part, f"c{number}.bn.{i}") for i, part in enumerate(parts)]
         return str(self.node("BatchNormalization", y, *names, epsilon=1e-5))
 
@@ -142,7 +148,8 @@ def assert_agrees(model: Any, feeds: Mapping[str, Tensor], limit: float = 1e-4) 
         got = read(*[feeds[name] for name in read.input_names])
     got = got if isinstance(got, tuple) else (got,)
     for one, wanted in zip(got, run_reference(model, feeds), strict=True):
-        assert one.shape == wanted.shape and one.dtype == wanted.dtype
+        assert one.shape == wanted.shape
+        assert one.dtype == wanted.dtype
         if wanted.numel():
             largest = float(wanted.double().abs().max())
             assert float((one.double() - wanted.double()).abs().max()) <= limit * max(

@@ -86,12 +86,15 @@ def test_detections_are_those_of_opencv() -> None:
 
 def test_layers_become_modules_under_their_names() -> None:
     model = torchq.from_caffe(*files_of("classifier"))
-    assert type(model.conv1) is nn.Conv2d and type(model.fc) is nn.Linear
+    assert type(model.conv1) is nn.Conv2d
+    assert type(model.fc) is nn.Linear
     assert not hasattr(model, "scale1")  # part of the BatchNorm
     scale = parse_text(files_of("classifier")[0].read_text(), "").messages("layer")[3]
     assert scale.text("name") == "scale1"
-    assert type(model.bn1) is nn.BatchNorm2d and model.bn1.weight.std() > 0
-    assert model.input_names == ["data"] and model.output_names == ["prob"]
+    assert type(model.bn1) is nn.BatchNorm2d
+    assert model.bn1.weight.std() > 0
+    assert model.input_names == ["data"]
+    assert model.output_names == ["prob"]
     conv = next(node for node in model.graph.nodes if node.target == "conv1")
     assert (conv.meta["caffe_name"], conv.meta["caffe_op"]) == ("conv1", "Convolution")
 
@@ -163,7 +166,8 @@ def test_other_numbers_are_refused_by_name(blob: bytes, message: str) -> None:
 
 def test_labels_and_losses_are_dropped() -> None:
     model = torchq.from_caffe(TRAINED, caffemodel({"ip": [np.ones((2, 3), "f")]}))
-    assert model.input_names == ["data"] and model.output_names == ["ip"]
+    assert model.input_names == ["data"]
+    assert model.output_names == ["ip"]
     assert model(torch.ones(1, 3, 1, 1)).tolist() == [[3.0, 3.0]]
 
 
@@ -215,7 +219,11 @@ def test_a_norm_behind_a_shape_that_is_not_known() -> None:
         "Reshape", "reshape_param { shape { dim: 3 dim: 4 } axis: 1 num_axes: 2 }"
     )
     text += 'layer { name: "bn" type: "BatchNorm" bottom: "y" top: "bn" }'
-    states = [np.array([1, 2, 3], "f"), np.array([4, 4, 4], "f"), np.array([1], "f")]
+    states = [
+        np.array([1, 2, 3], "f"),
+        np.array([4, 4, 4], "f"),
+        np.array([1], "f"),
+    ]
     model = torchq.from_caffe(text, caffemodel({"bn": states}))
     expected = (X - torch.tensor([1.0, 2.0, 3.0]).view(1, 3, 1)) / 2
     torch.testing.assert_close(model(X), expected, rtol=1e-5, atol=1e-5)
@@ -226,7 +234,8 @@ def test_a_last_window_outside_of_the_input_is_kept() -> None:
     text = one_layer("Pooling", "pooling_param { pool: MAX kernel_size: 1 stride: 2 }")
     x = torch.randn(1, 2, 4, 4)
     y = torchq.from_caffe(text, caffemodel({}))(x)
-    assert y.shape == (1, 2, 3, 3) and torch.equal(y[..., :2, :2], x[..., ::2, ::2])
+    assert y.shape == (1, 2, 3, 3)
+    assert torch.equal(y[..., :2, :2], x[..., ::2, ::2])
     assert y[0, 0, 2, 2] == torch.finfo(torch.float32).min
 
 
@@ -374,5 +383,6 @@ def test_text_with_escapes_lists_and_comments() -> None:
     message = parse_text(
         'a: "x\\n\\101" "y" b: [1, 2.5e1] # c: 3\nd { e: TRUE_NAME f: -inf }', "t"
     )
-    assert message.values["a"] == ["x\nAy"] and message.values["b"] == [1.0, 25.0]
+    assert message.values["a"] == ["x\nAy"]
+    assert message.values["b"] == [1.0, 25.0]
     assert message.message("d").values == {"e": ["TRUE_NAME"], "f": ["-inf"]}

@@ -229,11 +229,9 @@ class PairedNet(nn.Module):
         self.conv = nn.Conv2d(3, 4, 3)
         self.head = nn.Linear(4, 2)
         self.pool = nn.AdaptiveAvgPool2d(1)
-        self.high, self.ends_quantized, self.reads_twice = (
-            high,
-            ends_quantized,
-            reads_twice,
-        )
+        self.high = high
+        self.ends_quantized = ends_quantized
+        self.reads_twice = reads_twice
         codes = torch.randint(-128, 128, self.conv.weight.shape, dtype=torch.int8)
         self.register_buffer("codes", codes)
         self.register_buffer("scales", torch.rand(4) / 100 + 1e-3)
@@ -400,7 +398,8 @@ def unchanged_after_refusal(model: nn.Module, other: nn.Module, text: str) -> No
     before = copy.deepcopy(model)
     with pytest.raises(ConfigError, match=text):
         torchq.adopt_(model, other)
-    assert str(model) == str(before) and not torchq.runtime.planned_target(model)
+    assert str(model) == str(before)
+    assert not torchq.runtime.planned_target(model)
     after = model.state_dict()
     assert all(torch.equal(after[name], t) for name, t in before.state_dict().items())
 
@@ -437,7 +436,8 @@ def test_ranges_formats_and_factors_are_taken() -> None:
     torchq.adopt_(model, other)
     first = model[0].input_quantizer
     weight = model[0].weight_quantizer
-    assert str(first.descriptor.format) == "int4_narrow" and float(first.amax) == 1.5
+    assert str(first.descriptor.format) == "int4_narrow"
+    assert float(first.amax) == 1.5
     assert torch.equal(first.pre_quant_scale, factor)
     assert weight.amax.flatten().tolist() == [1.0, 0.5, 2.0]
     assert torch.equal(model[0].weight, other[0].weight)

@@ -99,7 +99,8 @@ def test_a_file_of_ssd_finds_nothing_where_nothing_is(
     (none,) = assert_same_detections(session, model, photos(2, 0.0))
     assert torch.equal(none, torch.full((1, 1, 1, 7), -1.0))
     (some,) = assert_same_detections(session, model, photos(2, 4.0))
-    assert some.shape[2] > 1 and bool((some[..., 1] >= 0).all())
+    assert some.shape[2] > 1
+    assert bool((some[..., 1] >= 0).all())
 
 
 @pytest.mark.sample(2)

@@ -83,7 +83,8 @@ def test_a_shared_initializer_is_one_parameter() -> None:
     y = w.node("Conv", w.node("Conv", w.input("x", [1, 2, 4, 4]), shared), shared)
     read = torchq.from_onnx(w.model(y))
     first, second = (module for module in read.modules() if type(module) is nn.Conv2d)
-    assert first.weight is second.weight and len(list(read.parameters())) == 1
+    assert first.weight is second.weight
+    assert len(list(read.parameters())) == 1
 
 
 def test_a_product_and_the_bias_behind_it_are_one_layer() -> None:
@@ -94,7 +95,8 @@ def test_a_product_and_the_bias_behind_it_are_one_layer() -> None:
     total = w.node("Add", w.weight(bias), product)
     read = torchq.from_onnx(w.model(total))
     x = torch.randn(4, 3)
-    assert type(read.fc) is nn.Linear and torch.equal(read.fc.bias, bias)
+    assert type(read.fc) is nn.Linear
+    assert torch.equal(read.fc.bias, bias)
     torch.testing.assert_close(read(x), x @ weight + bias)
     two = w.model(total, w.node("Relu", product))
     # The product itself has a reader: the bias stays outside.
@@ -421,7 +423,12 @@ def test_a_file_of_a_fixed_batch_is_written_with_that_batch(
 
 
 @pytest.mark.parametrize(
-    ("batch", "target"), [(1, [1, -1]), (2, [2, 5, 24]), (1, [-1, 24])]
+    ("batch", "target"),
+    [
+        (1, [1, -1]),
+        (2, [2, 5, 24]),
+        (1, [-1, 24]),
+    ],
 )
 def test_a_fixed_batch_is_freed_on_request(batch: int, target: list[int]) -> None:
     model = flattened(13, target, batch)

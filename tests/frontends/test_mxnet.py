@@ -206,7 +206,9 @@ def test_scalars_and_empty_arrays_are_read() -> None:
     # Nothing follows a shape without dimensions.
     empty = struct.pack("<Iii", 0xF993FAC9, 0, 0)
     found = read_params(params_bytes({"a": scalar, "b": empty}), "test")
-    assert found["a"].shape == () and found["a"] == 2.5 and found["b"].numel() == 0
+    assert found["a"].shape == ()
+    assert found["a"] == 2.5
+    assert found["b"].numel() == 0
 
 
 def test_sparse_arrays_are_read_with_their_zeros() -> None:
@@ -236,9 +238,12 @@ def test_sparse_arrays_are_read_with_their_zeros() -> None:
 
 def test_layers_become_modules_under_their_names() -> None:
     model = torchq.from_mxnet(*files_of("classifier"))
-    assert type(model.conv0) is nn.Conv2d and type(model.fc1) is nn.Linear
-    assert type(model.bn0) is nn.BatchNorm2d and type(model.prelu0) is nn.PReLU
-    assert model.input_names == ["data"] and model.output_names == ["softmax"]
+    assert type(model.conv0) is nn.Conv2d
+    assert type(model.fc1) is nn.Linear
+    assert type(model.bn0) is nn.BatchNorm2d
+    assert type(model.prelu0) is nn.PReLU
+    assert model.input_names == ["data"]
+    assert model.output_names == ["softmax"]
     conv = next(node for node in model.graph.nodes if node.target == "conv0")
     assert (conv.meta["mxnet_name"], conv.meta["mxnet_op"]) == ("conv0", "Convolution")
 
@@ -246,8 +251,10 @@ def test_layers_become_modules_under_their_names() -> None:
 def test_a_fixed_gamma_counts_as_one_and_stays_one() -> None:
     model = torchq.from_mxnet(*files_of("classifier"))
     assert torch.equal(model.bn_data.weight, torch.ones(3))
-    assert not model.bn_data.weight.requires_grad and model.bn0.weight.requires_grad
-    assert model.bn0.eps == 2e-5 and model.bn_data.momentum == pytest.approx(0.1)
+    assert not model.bn_data.weight.requires_grad
+    assert model.bn0.weight.requires_grad
+    assert model.bn0.eps == 2e-5
+    assert model.bn_data.momentum == pytest.approx(0.1)
 
 
 def test_the_whole_way_to_a_quantized_model() -> None:

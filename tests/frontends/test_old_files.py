@@ -185,7 +185,11 @@ def with_a_negative_size() -> Case:
     )
     many = w.node("Concat", w.constant([2]), batch, w.constant([1]), axis=0)
     state = w.node("Tile", w.weight(torch.zeros(1, 1, 4)), many)
-    weights = (w.random(2, 16, 3), w.random(2, 16, 4), w.random(2, 32))
+    weights = (
+        w.random(2, 16, 3),
+        w.random(2, 16, 4),
+        w.random(2, 32),
+    )
     y, *_ = w.node("LSTM", y, *weights, "", state, state, outputs=3, hidden_size=4,
                    direction="bidirectional")  # fmt: skip
     return w.model(y), [{"x": random(n, 5, 3)} for n in (1, 2)]
@@ -266,7 +270,11 @@ def test_states_of_zeros_can_be_exported(tmp_path: Path) -> None:
     """PyTorch 1.9, opset 12: an initial state that is one zero, expanded."""
     w = Writer(12)
     state = w.node("ConstantOfShape", w.constant([2, 1, 4]))
-    weights = (w.random(2, 16, 3), w.random(2, 16, 4), w.random(2, 32))
+    weights = (
+        w.random(2, 16, 3),
+        w.random(2, 16, 4),
+        w.random(2, 32),
+    )
     x = w.input("x", ["t", 1, 3])
     y, *_ = w.node("LSTM", x, *weights, "", state, state, outputs=3, hidden_size=4,
                    direction="bidirectional")  # fmt: skip

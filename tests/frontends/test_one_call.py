@@ -43,8 +43,10 @@ def test_a_trace_keeps_the_call_whole() -> None:
 
 
 def test_it_is_the_function_by_another_name_only() -> None:
-    assert is_one_call(twice) and not is_one_call(torch.add)
-    assert twice.__name__ == "twice" and twice.__doc__.startswith("Add a tensor")
+    assert is_one_call(twice)
+    assert not is_one_call(torch.add)
+    assert twice.__name__ == "twice"
+    assert twice.__doc__.startswith("Add a tensor")
     assert torch.equal(twice(torch.ones(2)), torch.full((2,), 2.0))
 
 

@@ -18,7 +18,8 @@ from torchq.formats import INT8, UINT8
 from torchq.nn import TensorQuantizer
 
 onnx = pytest.importorskip("onnx", reason="writes the files")
-helper, numpy_helper = onnx.helper, onnx.numpy_helper
+helper = onnx.helper
+numpy_helper = onnx.numpy_helper
 
 
 class Residual(nn.Module):
@@ -97,7 +98,11 @@ def quantize_pair(zero_point: int, dtype: torch.dtype) -> Any:
 @pytest.mark.parametrize(
     ("zero_point", "dtype", "format"),
     [
-        *((0, torch.int8, INT8), (128, torch.uint8, INT8), (0, torch.uint8, UINT8)),
+        *(
+            (0, torch.int8, INT8),
+            (128, torch.uint8, INT8),
+            (0, torch.uint8, UINT8),
+        ),
         *((3, torch.uint8, UINT8), (-7, torch.int8, INT8)),
     ],
 )
@@ -173,14 +178,12 @@ def test_weights_in_blocks_keep_their_codes(symmetric: bool, tmp_path: Path) -> 
     torchq.export_onnx(read, x, files[1], opset=21)
     assert torch.equal(read(x), model(x))
     found = read.get_submodule("0").weight_quantizer
-    assert found.descriptor == model[
-        0
-    ].weight_quantizer.descriptor and found.amax.shape == (6, 3)
+    assert found.descriptor == model[0].weight_quantizer.descriptor
+    assert found.amax.shape == (6, 3)
     four = (onnx.TensorProto.INT4, onnx.TensorProto.UINT4)
     stored = [
         [t.raw_data for t in onnx.load(path).graph.initializer if t.data_type in four]
         for path in files
     ]
-    assert sorted(stored[0]) == sorted(stored[1]) and len(stored[0]) == (
-        1 if symmetric else 2
-    )
+    assert sorted(stored[0]) == sorted(stored[1])
+    assert len(stored[0]) == (1 if symmetric else 2)

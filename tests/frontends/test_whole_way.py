@@ -109,7 +109,11 @@ def attention(w: Writer, x: str, name: str) -> str:
     ends = [w.node("Unsqueeze", end, axes=[0]) for end in ends]
     target = w.node("Concat", *ends, w.constant([2]), w.constant([8]), axis=0)
     heads = []
-    for part, order in (("q", [0, 2, 1, 3]), ("k", [0, 2, 3, 1]), ("v", [0, 2, 1, 3])):
+    for part, order in (
+        ("q", [0, 2, 1, 3]),
+        ("k", [0, 2, 3, 1]),
+        ("v", [0, 2, 1, 3]),
+    ):
         whole = w.node("Reshape", dense(w, x, 16, 16, name + part), target)
         heads.append(w.node("Transpose", whole, perm=order))
     products = w.node("MatMul", heads[0], heads[1])
@@ -178,7 +182,8 @@ def test_the_whole_way(
 def compare(found: list[Tensor], wanted: tuple[Tensor, ...]) -> None:
     """Compare results; where a value falls between two codes, few elements may differ by one."""
     for one, other in zip(found, wanted, strict=True):
-        assert one.shape == other.shape and one.dtype == other.dtype
+        assert one.shape == other.shape
+        assert one.dtype == other.dtype
         close = torch.isclose(one.double(), other.double(), rtol=1e-3, atol=1e-3)
         assert float(close.double().mean()) >= 0.97
 

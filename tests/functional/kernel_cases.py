@@ -117,14 +117,18 @@ def assert_equals_definition(
     )
     without, none = kernels(backend).fake_quantize(x, amax, format, scale_format, False)
     y, mask = kernels(backend).fake_quantize(x, amax, format, scale_format, True)
-    assert none is None and mask is not None and expected_mask is not None
+    assert none is None
+    assert mask is not None
+    assert expected_mask is not None
     for got in (y, without):
-        assert got.dtype is x.dtype and got.stride() == torch.empty_like(x).stride()
+        assert got.dtype is x.dtype
+        assert got.stride() == torch.empty_like(x).stride()
         # Which zero the clamp of a negative zero gives is left open by torch.
         if not format.signed:
             got, expected = got + 0.0, expected + 0.0
         assert torch.equal(bits(got), bits(expected))
-    assert mask.dtype is torch.int8 and torch.equal(mask, expected_mask)
+    assert mask.dtype is torch.int8
+    assert torch.equal(mask, expected_mask)
     grad = torch.randn(x.shape).to(x)
     grad.view(-1)[:3] = torch.tensor([torch.inf, -0.0, torch.nan][: grad.numel()]).to(
         grad

@@ -131,7 +131,8 @@ def test_tiles_and_layouts_give_the_same_bits(generator: torch.Generator) -> Non
                 y = fake_quantize(x, amax, UINT8, granularity, amin=amin)
                 results.append((y, *torch.autograd.grad(y.square().sum(), x)))
         for one, other in zip(*results, strict=True):
-            assert torch.equal(one, other) and one.stride() == x.stride()
+            assert torch.equal(one, other)
+            assert one.stride() == x.stride()
 
 
 def test_zero_is_a_value_whatever_the_range() -> None:
@@ -140,15 +141,18 @@ def test_zero_is_a_value_whatever_the_range() -> None:
         assert torch.equal(y, torch.zeros(3))
     # A range on one side of zero is widened to contain it.
     found = Range(torch.tensor(5.1), torch.tensor(2.0)).qparams(UINT8)
-    assert found.scale == torch.tensor(5.1) / 255 and found.zero_point == 0
+    assert found.scale == torch.tensor(5.1) / 255
+    assert found.zero_point == 0
 
 
 def test_odd_values_and_dead_ranges() -> None:
     x = torch.tensor([torch.nan, torch.inf, -torch.inf, 3.0, -0.0])
     y = fake_quantize(x, 2.55, UINT8, amin=0.0)
-    assert y[0].isnan() and y[1:].tolist() == pytest.approx([2.55, 0.0, 2.55, 0.0])
+    assert y[0].isnan()
+    assert y[1:].tolist() == pytest.approx([2.55, 0.0, 2.55, 0.0])
     dead = fake_quantize(x, 0.0, UINT8, amin=0.0)
-    assert dead[0].isnan() and dead[1:].eq(0).all()
+    assert dead[0].isnan()
+    assert dead[1:].eq(0).all()
     assert quantize(x[3:], 0.0, INT8, amin=0.0).tolist() == [-128, -128]
     poisoned = fake_quantize(torch.ones(2), torch.tensor(torch.inf), UINT8, amin=0.0)
     assert poisoned.isnan().all()
@@ -163,13 +167,14 @@ def test_gradients_by_hand() -> None:
     assert y.tolist() == [-1.0, -0.5, 0.0, 0.5, 6.5]
     weights = torch.tensor([1.0, 10.0, 100.0, 1000.0, 10000.0])
     (y * weights).sum().backward()
-    assert x.grad is not None and x.grad.tolist() == [0.0, 10.0, 100.0, 1000.0, 0.0]
+    assert x.grad is not None
+    assert x.grad.tolist() == [0.0, 10.0, 100.0, 1000.0, 0.0]
     # Inside round(v) - v; outside the bound: codes 0 and 15 less the zero point 2.
     expected = -2 + 10 * (-1 + 1.2) + 1000 * (1 - 0.6) + 10000 * 13
-    assert scale.grad is not None and float(scale.grad) == pytest.approx(
-        expected, rel=1e-6
-    )
-    assert point.grad is not None and float(point.grad) == -0.5 * (1 + 10000)
+    assert scale.grad is not None
+    assert float(scale.grad) == pytest.approx(expected, rel=1e-6)
+    assert point.grad is not None
+    assert float(point.grad) == -0.5 * (1 + 10000)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +196,8 @@ def test_masked_gradients_equal_learned_ones(
         grads.append(leaf.grad)
         assert (low.grad is None) == (function is fake_quantize)
     assert torch.equal(grads[0], grads[1])
-    assert grads[0] is not None and 0 < int(grads[0].sum()) < x.numel()
+    assert grads[0] is not None
+    assert 0 < int(grads[0].sum()) < x.numel()
 
 
 def test_transforms_and_second_derivatives(generator: torch.Generator) -> None:

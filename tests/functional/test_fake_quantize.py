@@ -133,7 +133,8 @@ def test_small_and_empty_shapes(shape: tuple[int, ...], dtype: torch.dtype) -> N
     y = fake_quantize(x, 1.0)
     assert same(y.detach(), expected(x.detach(), torch.tensor(1.0), INT8, PerTensor()))
     y.sum().backward()
-    assert x.grad is not None and same(x.grad, torch.ones(shape, dtype=dtype))
+    assert x.grad is not None
+    assert same(x.grad, torch.ones(shape, dtype=dtype))
     for granularity in (PerAxis((0,)), PerBlock(4)) if shape else ():
         amax = reduce_amax(x, granularity)
         assert fake_quantize(x, amax, INT8, granularity).shape == shape
@@ -156,7 +157,8 @@ def test_quantize_and_dequantize(
     granularity = PerAxis((1,))
     amax = clipped(x, granularity)
     codes = quantize(x, amax, format, granularity)
-    assert codes.dtype is amax.dtype and codes.shape == x.shape
+    assert codes.dtype is amax.dtype
+    assert codes.shape == x.shape
     if format.bits <= 8:
         assert set(codes.flatten().tolist()) <= set(format.values)
     assert same(

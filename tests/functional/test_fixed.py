@@ -37,7 +37,8 @@ def assert_same(x: Tensor, fixed: Any, function: Any) -> None:
     found = with_gradient(x, fixed)
     expected = with_gradient(x, function)
     for a, b in zip(found, expected, strict=True):
-        assert a.dtype is b.dtype and a.stride() == b.stride()
+        assert a.dtype is b.dtype
+        assert a.stride() == b.stride()
         assert torch.equal(bits(a), bits(b))
     with torch.no_grad():
         assert torch.equal(bits(fixed(x)), bits(expected[0]))
@@ -116,7 +117,8 @@ def test_what_a_range_decides_is_made_once_until_the_range_is_another(
     q.calibrate_on(x)
     leaf = x.clone().requires_grad_()
     first = q(leaf)
-    assert torch.equal(first, q(leaf)) and makings == ["_made_function"]
+    assert torch.equal(first, q(leaf))
+    assert makings == ["_made_function"]
     assert torch.equal(q.kept_scale(), q.scale)
     makings.clear()
     for change in (
@@ -150,7 +152,8 @@ def test_tensors_of_another_shape_or_dtype_are_not_quantized_by_kept_numbers() -
     for other in (x.double(), x.bfloat16(), x[:, :2], x.unsqueeze(2)[:, :, 0]):
         leaf = other.detach().requires_grad_()
         expected = fake_quantize(other, q.amax, CATALOG["int8"], PerAxis((0,)))
-        assert torch.equal(q(leaf), expected) and q(leaf).dtype is other.dtype
+        assert torch.equal(q(leaf), expected)
+        assert q(leaf).dtype is other.dtype
         assert torch.equal(one(leaf), fake_quantize(other, 1.0))
     with pytest.raises(ValueError, match=r"amax has shape \(4, 1\)"):
         q(torch.randn(5, 3, requires_grad=True))
@@ -162,16 +165,16 @@ def test_a_gradient_to_the_range_or_a_transform_keeps_the_definition(
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
     learned = TensorQuantizer(QuantDescriptor(8, amax=1.0, learn_amax=True))
     learned(x.requires_grad_()).sum().backward()
-    assert (
-        isinstance(learned.amax, torch.nn.Parameter) and learned.amax.grad is not None
-    )
+    assert isinstance(learned.amax, torch.nn.Parameter)
+    assert learned.amax.grad is not None
     q = TensorQuantizer(QuantDescriptor(8, amax=1.0))
     grads = torch.func.vmap(torch.func.grad(lambda row: q(row).square().sum()))(x)
     assert makings == []
     # A weight is no batch, though a transform is active.
     weight = torch.ones(3, requires_grad=True)
     products = torch.func.vmap(lambda row: (q(weight) * row).sum())(x.detach())
-    assert torch.equal(products, x.detach().sum(1)) and makings == ["_made_function"]
+    assert torch.equal(products, x.detach().sum(1))
+    assert makings == ["_made_function"]
     products.sum().backward()
     assert torch.equal(weight.grad, x.detach().sum(0))
     makings.clear()
@@ -179,4 +182,5 @@ def test_a_gradient_to_the_range_or_a_transform_keeps_the_definition(
     grads = torch.func.vmap(torch.func.grad(lambda row: q(row).square().sum()))(x)
     leaf = x.detach().requires_grad_()
     q(leaf).square().sum().backward()
-    assert torch.equal(grads, leaf.grad) and makings == ["_made_function"]
+    assert torch.equal(grads, leaf.grad)
+    assert makings == ["_made_function"]

@@ -64,7 +64,8 @@ def test_straight_through_mask(
         x.shape,
     )
     assert torch.equal(grad_x, weights * inside)
-    assert grad_x.dtype is dtype and grad_amax is None
+    assert grad_x.dtype is dtype
+    assert grad_amax is None
 
 
 def lsq_by_hand(
@@ -127,7 +128,10 @@ def test_learned_range_of_low_precision_data(low_dtype: torch.dtype) -> None:
     learned_fake_quantize(x, amax, CATALOG["int4"]).float().sum().backward()
     exact = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
     learned_fake_quantize(x.detach().double(), exact, CATALOG["int4"]).sum().backward()
-    assert amax.grad is not None and exact.grad is not None and x.grad is not None
-    assert amax.grad.dtype is torch.float32 and x.grad.dtype is low_dtype
+    assert amax.grad is not None
+    assert exact.grad is not None
+    assert x.grad is not None
+    assert amax.grad.dtype is torch.float32
+    assert x.grad.dtype is low_dtype
     # 4096 float32 terms of size 1, each rounded to 2**-24 relative
     assert amax.grad.item() == pytest.approx(exact.grad.item(), abs=4096 * 2.0**-23)

@@ -73,4 +73,6 @@ def test_fake_quantize(
     weights = torch.randn(shape)
     (expected * weights).sum().backward()
     (got * weights).sum().backward()
-    assert x.grad is not None and y.grad is not None and torch.equal(y.grad, x.grad)
+    assert x.grad is not None
+    assert y.grad is not None
+    assert torch.equal(y.grad, x.grad)

@@ -55,7 +55,8 @@ def test_a_range_that_the_low_dtype_cannot_hold(low_dtype: torch.dtype) -> None:
         x = torch.ones(2, dtype=low_dtype, requires_grad=True)
         with use_backend(backend):
             fake_quantize(x, torch.tensor(1.0 - 2.0**-14)).sum().backward()
-        assert x.grad is not None and x.grad.tolist() == [0.0, 0.0]
+        assert x.grad is not None
+        assert x.grad.tolist() == [0.0, 0.0]
 
 
 def test_gradients_of_other_strides_and_second_derivatives() -> None:
@@ -133,7 +134,8 @@ def test_learned_gradients_of_tiles_equal_the_definition(
         grad = torch.randn(x.shape).to(dtype)
         expected, _ = reference.learned_gradients(grad, x, amax, CATALOG[name], None)
         got, _ = tiled.learned_gradients(grad, x, amax, CATALOG[name], None)
-        assert got.dtype is dtype and got.stride() == torch.empty_like(x).stride()
+        assert got.dtype is dtype
+        assert got.stride() == torch.empty_like(x).stride()
         assert torch.equal(bits(got + 0.0), bits(expected + 0.0))
         x, amax = x.nan_to_num(1.0, 2.0, -2.0).clamp(-9, 9), amax.nan_to_num(posinf=3.0)
         _, expected = reference.learned_gradients(grad, x, amax, CATALOG[name], None)
@@ -178,7 +180,11 @@ def test_no_temporary_as_large_as_the_input(
         s.nbytes() for address, s in seen.storages.items() if address not in known
     )
     large = [size for size in sizes if size > 256 * 4]
-    assert large == [x.numel(), x.numel() * dtype.itemsize, x.numel() * dtype.itemsize]
+    assert large == [
+        x.numel(),
+        x.numel() * dtype.itemsize,
+        x.numel() * dtype.itemsize,
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:FutureWarning")

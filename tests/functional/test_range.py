@@ -17,11 +17,13 @@ def test_a_range_with_two_ends_holds_zero() -> None:
 
 
 def test_ranges_of_one_kind_are_joined() -> None:
-    a, b = torch.tensor([-1.0, 3.0]), torch.tensor([-2.0, 1.0])
+    a = torch.tensor([-1.0, 3.0])
+    b = torch.tensor([-2.0, 1.0])
     both = Range.of(a, symmetric=False).joined(Range.of(b, symmetric=False))
     assert (both.low, both.high) == (-2.0, 3.0)
     magnitudes = Range.of(a).joined(Range.of(b))
-    assert magnitudes.low is None and magnitudes.high == 3.0
+    assert magnitudes.low is None
+    assert magnitudes.high == 3.0
 
 
 class Ranges(nn.Module):

@@ -73,7 +73,8 @@ def test_reduce_amax_equals_the_definition(
         amax = reduce_amax(data, granularity)
         with use_backend("reference"):
             expected = reduce_amax(data, granularity)
-        assert amax.dtype is expected.dtype and torch.equal(amax, expected)
+        assert amax.dtype is expected.dtype
+        assert torch.equal(amax, expected)
         assert not amax.signbit().any()
 
 

@@ -24,7 +24,8 @@ def test_step_is_amax_over_qmax_rounded_once(
         round_to(Fraction(a) / int(CATALOG[name].qmax), spec) for a in amax.tolist()
     ]  # type: ignore[arg-type]
     scale = scale_from_amax(amax, CATALOG[name])
-    assert scale.dtype is dtype and scale.tolist() == exact
+    assert scale.dtype is dtype
+    assert scale.tolist() == exact
     torch.testing.assert_close(scale * CATALOG[name].qmax, amax)
 
 
@@ -32,7 +33,8 @@ def test_every_step_is_positive() -> None:
     amax = torch.tensor([0.0, 1e-45, 1e-37, 1e-30, 1.0, 3e38])
     for scale_format in (None, formats.E8M0):
         scale = scale_from_amax(amax, formats.INT8, scale_format)
-        assert bool((scale > 0).all()) and scale[:3].tolist() == [1.0, 1.0, 1.0]
+        assert bool((scale > 0).all())
+        assert scale[:3].tolist() == [1.0, 1.0, 1.0]
     assert scale_from_amax(
         torch.tensor([math.inf, math.nan]), formats.INT8
     ).isfinite().tolist() == [False, False]

@@ -93,7 +93,9 @@ def test_meta_and_fake_tensors(
     y = fake_quantize(
         x, reduce_amax(x, granularity), CATALOG[name], granularity, scale_format
     )
-    assert y.is_meta and y.shape == x.shape and y.dtype is x.dtype
+    assert y.is_meta
+    assert y.shape == x.shape
+    assert y.dtype is x.dtype
 
 
 def test_on_the_device(device: torch.device, generator: torch.Generator) -> None:

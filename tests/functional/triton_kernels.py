@@ -106,6 +106,5 @@ def test_captured_in_a_cuda_graph() -> None:
         (grad,) = torch.autograd.grad(y.sum(), x)
     graph.replay()
     torch.cuda.synchronize()
-    assert torch.equal(y, fake_quantize(x, amax)) and torch.equal(
-        grad, (x.abs() <= amax).float()
-    )
+    assert torch.equal(y, fake_quantize(x, amax))
+    assert torch.equal(grad, (x.abs() <= amax).float())

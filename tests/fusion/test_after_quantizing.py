@@ -17,7 +17,8 @@ from torchq.nn import QuantConv2d, convert_
 from torchq.swap import quantize_
 from torchq.workflow import calibrate
 
-PER_CHANNEL, PER_TENSOR = QuantDescriptor(axis=0), QuantDescriptor()
+PER_CHANNEL = QuantDescriptor(axis=0)
+PER_TENSOR = QuantDescriptor()
 
 
 def quantized(
@@ -78,7 +79,8 @@ def test_codes_keep_their_magnitude_and_take_the_sign(
     model = quantized(make(), norm, weight, x)
     if zero_gamma:
         model[1].weight.data[1] = 0.0
-    layer, bn = model[0], model[1]
+    layer = model[0]
+    bn = model[1]
     sides = [1] * layer.weight.dim()
     sides[name == "transposed"] = -1
     scale = bn.weight.detach().double() / (bn.running_var.double() + bn.eps).sqrt()

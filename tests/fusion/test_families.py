@@ -28,10 +28,8 @@ from torchq.fusion import FAMILIES, fuse_, linear_map
 from torchq.fusion.linear_map import NotAffine
 
 # What the project promises; rounding alone gives about 1e-14 and 1e-6.
-TOL64, TOL32 = (
-    1e-10,
-    1e-5,
-)
+TOL64 = 1e-10
+TOL32 = 1e-5
 
 CASES = all_cases()
 
@@ -51,7 +49,8 @@ def test_family_is_merged_exactly(case: str) -> None:
     single = copy.deepcopy(model).float()
     block = model[0]
     report = fuse_(model)
-    assert report.applied and report.refused == ()
+    assert report.applied
+    assert report.refused == ()
     assert expected.family in {fusion.kind for fusion in report.fused}
     assert error([outputs(model, x) for x in inputs], wanted) <= TOL64
     assert max(fusion.error for fusion in report.fused) <= TOL64
@@ -164,7 +163,8 @@ def test_averaging_classifier_becomes_one_linear_layer(name: str, family: str) -
 
 
 def test_blocks_inside_a_network_with_its_own_forward_methods_stay_copyable() -> None:
-    model, x = build("ultralytics-repconv"), image(1, 8, 8, 8)
+    model = build("ultralytics-repconv")
+    x = image(1, 8, 8, 8)
     fuse_(model)
     twin = copy.deepcopy(model)
     assert twin[0].forward.__self__ is twin[0]

@@ -27,7 +27,8 @@ from torchq.errors import FuseError
 from torchq.fusion import ConstantPad, fuse_
 from torchq.nn.modules.frozen_batchnorm import freeze_norm_
 
-TOL64, TOL32 = 1e-10, 1e-5
+TOL64 = 1e-10
+TOL32 = 1e-5
 
 
 class FrozenBatchNorm(nn.Module):
@@ -140,7 +141,8 @@ def test_fold_is_exact(make: Callable[[], Any]) -> None:
         m for m in model if hasattr(m, "weight") and not hasattr(m, "running_mean")
     ]
     report = fused_exactly(model, x, x)
-    assert report.applied and report.error <= TOL64
+    assert report.applied
+    assert report.error <= TOL64
     assert (len(report.fused), report.refused) == (1, ())
     assert norms(model) == []
     assert all(any(layer is m for m in model) for layer in layers)
@@ -199,7 +201,8 @@ def test_batchnorm_before_a_padded_convolution_is_refused_unless_padded_explicit
     assert not report.applied
     assert "would change at the border; constant_pad=True" in report.reason("0")
     assert fused_exactly(model, x, x, constant_pad=True).applied
-    assert type(model[0]) is ConstantPad and "padding=(1, 1)" in repr(model[0])
+    assert type(model[0]) is ConstantPad
+    assert "padding=(1, 1)" in repr(model[0])
     assert model[1] is layer
 
 
@@ -290,7 +293,8 @@ def test_dry_run_changes_nothing() -> None:
     model = build(AFTER["conv2d"])
     state = copied(model)
     report = fuse_(model, image(), dry_run=True)
-    assert len(report.fused) == 1 and not report.applied
+    assert len(report.fused) == 1
+    assert not report.applied
     assert "1 fused, 0 refused, model unchanged (dry run), whole model off by" in str(
         report
     )
@@ -326,5 +330,7 @@ def test_random_numbers_of_python_are_the_same_on_both_sides_of_the_comparison()
     model = randomized(Net(forward)).double()
     state = random.getstate()
     report = fuse_(model, image())
-    assert not norms(model) and report.error is not None and report.error <= TOL64
+    assert not norms(model)
+    assert report.error is not None
+    assert report.error <= TOL64
     assert random.getstate() == state

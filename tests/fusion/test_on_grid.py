@@ -100,7 +100,8 @@ def test_no_code_changes_whatever_the_form(name: str) -> None:
         model[0].weight.copy_(torch.where(inside, ties * scale, model[0].weight))
     want = outputs(model, image())
     report, layer, norm = folded(model)
-    assert report.applied and report.refused == ()
+    assert report.applied
+    assert report.refused == ()
     assert report.fused[0].changed == counted_codes(layer, model[0], norm) == 0
     assert error(outputs(model, image()), want) <= ROUNDING
     assert "none of 216 weight codes changed" in str(report)
@@ -171,7 +172,8 @@ def test_dead_channels_have_codes_of_zero(gamma: float) -> None:
     model[1].weight.data[2] = gamma
     want = outputs(model, image())
     report = folded(model)[0]
-    assert report.applied and report.fused[0].changed == 0
+    assert report.applied
+    assert report.fused[0].changed == 0
     assert "1 dead channels" in str(report)
     assert error(outputs(model, image()), want) <= ROUNDING
     assert not bool(model[0].weight[2].any())
@@ -181,7 +183,8 @@ def test_a_tiny_factor_beside_a_large_one_is_no_shared_range() -> None:
     model = net(QuantDescriptor(axis=0))
     model[1].weight.data[2] = 1e-9
     report = folded(model)[0]
-    assert report.applied and report.fused[0].changed == 0
+    assert report.applied
+    assert report.fused[0].changed == 0
 
 
 def test_one_range_becomes_one_per_channel_unless_the_target_has_none() -> None:
@@ -201,7 +204,12 @@ def test_one_range_becomes_one_per_channel_unless_the_target_has_none() -> None:
 
 @pytest.mark.parametrize(
     ("groups", "axis", "becomes"),
-    [(1, 1, (1,)), (1, None, (1,)), (4, None, (0,)), (4, 1, (0,))],
+    [
+        (1, 1, (1,)),
+        (1, None, (1,)),
+        (4, None, (0,)),
+        (4, 1, (0,)),
+    ],
 )
 def test_transposed_convolutions(
     groups: int, axis: int | None, becomes: tuple[int, ...]
@@ -210,7 +218,8 @@ def test_transposed_convolutions(
     model = net(QuantDescriptor(axis=axis), layer)
     want = outputs(model, image(4))
     report = folded(model)[0]
-    assert report.applied and report.fused[0].changed == 0
+    assert report.applied
+    assert report.fused[0].changed == 0
     assert model[0].weight_quantizer.descriptor.axis == becomes
     assert error(outputs(model, image(4)), want) <= ROUNDING
 
@@ -255,7 +264,8 @@ def test_a_quantizer_of_two_weights_becomes_the_layers_own(
     model.b.weight_quantizer = model.a.weight_quantizer
     want = outputs(model, image())
     report = fuse_(model, image(), progress=False)
-    assert report.applied and report.refused == ()
+    assert report.applied
+    assert report.refused == ()
     assert model.a.weight_quantizer is not model.b.weight_quantizer
     assert "has a quantizer of its weight of its own now, beside b" in str(report)
     # A tie may move the second layer's input.
@@ -326,7 +336,8 @@ def test_what_is_refused_is_refused_alone_and_by_name(name: str) -> None:
     state = {name: t.clone() for name, t in bad.state_dict().items()}
     report = fuse_(model, progress=False)
     assert reason in (report.reason("0.1") or "")
-    assert [fusion.name for fusion in report.fused] == ["1"] and report.applied
+    assert [fusion.name for fusion in report.fused] == ["1"]
+    assert report.applied
     assert all(
         torch.equal(t.nan_to_num(), state[n].nan_to_num())
         for n, t in bad.state_dict().items()
@@ -337,7 +348,8 @@ def test_ranges_in_the_shape_of_old_checkpoints() -> None:
     model = net(QuantDescriptor(axis=0))
     model[0].weight_quantizer.amax = model[0].weight_quantizer.amax.flatten()
     report, layer, norm = folded(model)
-    assert report.applied and counted_codes(layer, model[0], norm) == 0
+    assert report.applied
+    assert counted_codes(layer, model[0], norm) == 0
     assert model[0].weight_quantizer.amax.shape == (8,)
 
 
@@ -348,7 +360,8 @@ def test_a_correction_of_results_folds_along() -> None:
     model[0].correct_output_(gain, torch.randn(8, generator=generator))
     want = outputs(model, image())
     report, layer, norm = folded(model)
-    assert report.applied and counted_codes(layer, model[0], norm) == 0
+    assert report.applied
+    assert counted_codes(layer, model[0], norm) == 0
     assert error(outputs(model, image()), want) <= ROUNDING
     before = model[0].weight_quantizer.codes(model[0].weight.detach())
     model[0].fold_correction_()
@@ -367,7 +380,8 @@ def test_held_scales_stay_held(symmetric: bool, axis: int | None) -> None:
     model[1].weight.data[1] = 0.0
     want = outputs(model, image())
     report = folded(model)[0]
-    assert report.applied and report.fused[0].changed == 0
+    assert report.applied
+    assert report.fused[0].changed == 0
     assert "held_scale" in model[0].weight_quantizer.state_dict()
     assert error(outputs(model, image()), want) <= ROUNDING
 
@@ -396,16 +410,16 @@ def test_typed_scales_keep_the_codes_but_where_they_are_clamped(
     model = net(form)
     want = outputs(model, image())
     report, layer, norm = folded(model)
-    assert report.applied and report.fused[0].changed == 0 == counted_codes(
-        layer, model[0], norm
-    )
+    assert report.applied
+    assert report.fused[0].changed == 0 == counted_codes(layer, model[0], norm)
     # one rounding of each scale, relative to the products, which the mean may have made larger
     assert error(outputs(model, image()), want) <= 2 * rounding
     small = net(form)
     small[1].weight.data[1] = 1e-3 if scales == "float16" else 1e-32
     report, layer, norm = folded(small)
     changed = report.fused[0].changed
-    assert report.applied and changed == counted_codes(layer, small[0], norm)
+    assert report.applied
+    assert changed == counted_codes(layer, small[0], norm)
     assert changed > 0 or scales == "bfloat16"
     if scales == "float16":
         assert f"{changed} of 216 weight codes, in 1 channels, rounded anew" in str(
@@ -465,7 +479,8 @@ def test_low_precision_keeps_the_codes(dtype: torch.dtype, bits: int) -> None:
     model = net(QuantDescriptor(bits, axis=0)).to(dtype)
     want = outputs(model, image().to(dtype))
     report, layer, norm = folded(model, image().to(dtype))
-    assert report.applied and report.refused == ()
+    assert report.applied
+    assert report.refused == ()
     assert counted_codes(layer, model[0], norm) == 0
     # Activations, the bias and each product have the precision of the dtype.
     assert error(outputs(model, image().to(dtype)), want) <= 2 * torch.finfo(dtype).eps
@@ -477,7 +492,8 @@ def test_a_checkpoint_in_half_precision_changes_nothing() -> None:
         for tensor in model.parameters():
             tensor.copy_(tensor.half().float())
     report, layer, norm = folded(model)
-    assert report.applied and counted_codes(layer, model[0], norm) == 0
+    assert report.applied
+    assert counted_codes(layer, model[0], norm) == 0
 
 
 def test_random_inputs_are_compared_in_the_precision_of_the_layer() -> None:
@@ -510,7 +526,8 @@ def test_branches_fold_each_for_itself_after_training() -> None:
         "1.rbr_dense.conv",
         "1.rbr_1x1.conv",
     }
-    assert report.reason("1.rbr_identity") and "holds quantizers" in report.reason("1")
+    assert report.reason("1.rbr_identity")
+    assert "holds quantizers" in report.reason("1")
     assert sum(fusion.changed for fusion in report.fused) == 0
     assert error(outputs(model, image()), want) <= ROUNDING
 
@@ -530,7 +547,8 @@ def test_linear_layers_with_a_norm_of_features() -> None:
     calibrate(model, [x], progress=False)
     want = outputs(model, x)
     report = fuse_(model, x, progress=False)
-    assert report.applied and "none of 512 weight codes" in str(report)
+    assert report.applied
+    assert "none of 512 weight codes" in str(report)
     assert error(outputs(model, x), want) <= ROUNDING
 
 
@@ -542,8 +560,10 @@ def test_one_fold_that_is_refused_drops_no_other(
     model.a.quantize_output_(INPUT)
     calibrate(model, [image()], progress=False, force=True)
     report = fuse_(model, image(), progress=False)
-    assert [f.name for f in report.fused] == ["b"] and report.applied
-    assert report.tolerance is None and report.error is not None
+    assert [f.name for f in report.fused] == ["b"]
+    assert report.applied
+    assert report.tolerance is None
+    assert report.error is not None
     assert "whole model differs by" in str(report)
 
 
@@ -555,7 +575,8 @@ def test_a_long_report_fits_a_screen() -> None:
         pair[1].train()
     report = fuse_(model, progress=False)
     shown = str(report).splitlines()
-    assert len(report.fused) == 11 and len(report.refused) == 9
+    assert len(report.fused) == 11
+    assert len(report.refused) == 9
     assert len(shown) <= 4
     assert "0.1, 1.1, 2.1, 3.1, 4.1, 5.1 and 3 more  refused: in training mode" in str(
         report

@@ -59,7 +59,8 @@ IMAGE = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(3))
 def test_a_fresh_model_takes_the_structure_and_the_tensors_of_a_fused_one(
     case: str,
 ) -> None:
-    fused, fresh = build(case), build(case)
+    fused = build(case)
+    fresh = build(case)
     for parameter in fresh.parameters():
         nn.init.normal_(parameter)
     report = fuse_(fused)
@@ -113,7 +114,8 @@ def test_the_record_survives_copies_pickling_quantizing_and_a_second_fuse() -> N
 
 
 def test_a_part_of_a_fused_model_has_its_part_of_the_record() -> None:
-    model, fresh = small(), small()
+    model = small()
+    fresh = small()
     fuse_(model, IMAGE)
     part = model[0]
     assert isinstance(part, nn.Sequential)
@@ -127,7 +129,8 @@ def test_a_part_of_a_fused_model_has_its_part_of_the_record() -> None:
 
 
 def test_a_wrapper_of_torch_leaves_the_record_with_the_model_inside() -> None:
-    model, fresh = small(), small()
+    model = small()
+    fresh = small()
     fuse_(nn.DataParallel(model), IMAGE)
     record = fusion_record(model)
     assert [e.get("path", e.get("layers")) for e in record] == [
@@ -141,7 +144,8 @@ def test_a_wrapper_of_torch_leaves_the_record_with_the_model_inside() -> None:
 
 def test_entries_of_parts_that_were_replaced_later_come_first() -> None:
     """A BatchNorm folded inside a block, whose branches are merged afterwards."""
-    fused, fresh = build("repvgg-stride"), build("repvgg-stride")
+    fused = build("repvgg-stride")
+    fresh = build("repvgg-stride")
     fuse_(fused, reparameterize=False)
     fuse_(fused)
     record = fusion_record(fused)
@@ -151,7 +155,8 @@ def test_entries_of_parts_that_were_replaced_later_come_first() -> None:
 
 
 def test_a_model_fused_already_is_left_alone() -> None:
-    fused, other = small(), small()
+    fused = small()
+    other = small()
     fuse_(fused, IMAGE)
     fuse_(other)
     state = copied(other)
@@ -318,7 +323,8 @@ DAMAGED: dict[str, tuple[Any, type[Exception], str]] = {
 def test_a_damaged_record_is_refused_and_changes_nothing(name: str) -> None:
     damaged, kind, message = DAMAGED[name]
     model = small()
-    before, state = structure(model), copied(model)
+    before = structure(model)
+    state = copied(model)
     is_fold = isinstance(damaged, list) and "0.2" not in str(damaged)
     with pytest.raises(kind, match=message):
         apply_fusion_record_(model, [block(), *damaged] if is_fold else damaged)

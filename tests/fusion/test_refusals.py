@@ -93,7 +93,8 @@ def test_use_of_the_output_is_respected(
     reason: str, forward: Any, traceable: bool
 ) -> None:
     model = randomized(Net(forward if traceable else data_dependent(forward)).double())
-    state, x = copied(model), image()
+    state = copied(model)
+    x = image()
     report = fuse_(model, x)
     assert report.fused == ()
     assert any(part in report.reason("bn") for part in reason.split("|"))

@@ -57,7 +57,8 @@ def test_attributes_that_cannot_be_copied_are_shared_with_the_trial_copy() -> No
     model[1].rbr_dense.conv.backend = math
     x = image()
     report = fused_exactly(model, x, x).require_all()
-    assert report.applied and len(report.fused) == 2
+    assert report.applied
+    assert len(report.fused) == 2
     assert model[0].library is math
 
 
@@ -105,7 +106,8 @@ def test_an_interrupted_fuse_leaves_the_model_as_it_was(
 def test_reports_are_wrapped_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     report = fuse_(nn.Sequential(*small(), nn.ReLU(), nn.BatchNorm2d(8)).eval())
-    text, reason = str(report), report.reason("4")
+    text = str(report)
+    reason = report.reason("4")
     assert max(map(len, text.splitlines())) <= 60
     assert reason is not None
     assert " ".join(reason.split()) in " ".join(text.split())
@@ -127,10 +129,15 @@ def test_a_batch_with_labels_is_an_example() -> None:
     labels = torch.tensor([0, 1])
     shift = torch.ones(4, 1, 1)
     assert fuse_(small(), (IMAGE, labels)).applied
-    for example in ((x, shift), [x, shift, labels], {"x": x, "shift": shift}):
+    for example in (
+        (x, shift),
+        [x, shift, labels],
+        {"x": x, "shift": shift},
+    ):
         torch.manual_seed(0)
         report = fuse_(randomized(TwoInputs(outputs)), example)
-        assert report.applied and report.error is not None
+        assert report.applied
+        assert report.error is not None
     with pytest.raises(
         ConfigError, match="an optional argument and a label look the same"
     ):

@@ -39,7 +39,12 @@ def test_parts_of_a_known_number(cut) -> None:
 
 
 @pytest.mark.parametrize(
-    "cut", [lambda x: x.split(2, 1), lambda x: x.unbind(1), lambda x: x]
+    "cut",
+    [
+        lambda x: x.split(2, 1),
+        lambda x: x.unbind(1),
+        lambda x: x,
+    ],
 )
 def test_parts_of_an_unknown_number_are_refused(cut) -> None:
     with pytest.raises(fx.proxy.TraceError, match="cannot be iterated"):
@@ -117,11 +122,10 @@ def test_models_that_fx_cannot_follow_become_operators() -> None:
     before = {key: value.clone() for key, value in model.state_dict().items()}
     found = trace(model, X)
     assert found.level == "aten"
-    assert (
-        "decides by the values of tensors" in found.lost[0]
-        and "Sizes are those of the example" in found.lost[1]
-    )
-    assert model.training and model.norm.training
+    assert "decides by the values of tensors" in found.lost[0]
+    assert "Sizes are those of the example" in found.lost[1]
+    assert model.training
+    assert model.norm.training
     assert all(
         torch.equal(value, before[key]) for key, value in model.state_dict().items()
     )
@@ -138,7 +142,8 @@ def test_code_that_takes_another_branch_while_it_is_traced_becomes_operators() -
             return x + 1 if isinstance(x, Tensor) else x
 
     found = trace(Typed(), X)
-    assert found.level == "aten" and "something else" in found.lost[0]
+    assert found.level == "aten"
+    assert "something else" in found.lost[0]
     assert torch.equal(GraphRunner(found.graph_module).run(X), X + 1)
 
 
@@ -151,7 +156,8 @@ def test_arguments_of_the_example_are_arguments_of_the_trace() -> None:
     net = Scaling()
     scale = torch.full((1,), 3.0)
     found = trace(net, {"x": X, "scale": scale})
-    assert found.level == "module" and len(found.lost) == 1
+    assert found.level == "module"
+    assert len(found.lost) == 1
     got = GraphRunner(found.graph_module).run({"x": X, "scale": scale * 2})
     assert torch.equal(got, X * 6)
     fixed = trace(net, X)
@@ -185,7 +191,8 @@ def test_a_trace_leaves_what_a_forward_stores() -> None:
     model = Storing()
     names = set(vars(model))
     found = trace(model, X)
-    assert model.last is None and set(vars(model)) == names
+    assert model.last is None
+    assert set(vars(model)) == names
     assert isinstance(found.graph_module, fx.GraphModule)
     assert torch.equal(GraphRunner(found.graph_module).run(X), model.eval()(X))
 

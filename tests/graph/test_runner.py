@@ -94,7 +94,8 @@ def test_inputs_are_a_tensor_a_sequence_or_a_mapping(
 
 def test_modules_and_duplicates_are_outputs(net: Net, runner: GraphRunner) -> None:
     one, again, head = runner.run(X, outputs=["one", "one", "head"])
-    assert torch.equal(one, net.one(X)) and one is again
+    assert torch.equal(one, net.one(X))
+    assert one is again
     assert torch.equal(head, net(X)["logits"])
 
 
@@ -222,7 +223,8 @@ def test_threads_share_a_runner(net: Net, runner: GraphRunner) -> None:
         thread.join()
     for factor, values in found.items():
         expected = net(X * factor)["logits"]
-        assert len(values) == 10 and all(torch.equal(v, expected) for v in values)
+        assert len(values) == 10
+        assert all(torch.equal(v, expected) for v in values)
 
 
 # --- values are freed ---------------------------------------------------------------------------
@@ -290,7 +292,8 @@ def test_figures_of_nodes(net: Net, runner: GraphRunner) -> None:
         "head", (2, 3), torch.float32, 2 * 3 * 4, 2 * 2 * 12 * 3
     )
     assert found["add"] == NodeMeta("one", (2, 12), torch.float32, 2 * 12 * 4, 0)
-    assert found["x"].operations == 0 and found["x"].shape == (2, 12)
+    assert found["x"].operations == 0
+    assert found["x"].shape == (2, 12)
 
 
 # --- errors -------------------------------------------------------------------------------------
@@ -356,14 +359,10 @@ def test_a_failing_node_is_named_with_its_module_and_line(runner: GraphRunner) -
         runner.run(X[:, :7])
     text = str(caught.value)
     assert text.startswith('one.first (node one_first), File "')
-    assert (
-        "test_runner.py" in text
-        and "return x + self.second(self.act(self.first(x)))" in text
-    )
-    assert (
-        "got RuntimeError: " in text
-        and "mat1 and mat2 shapes cannot be multiplied" in text
-    )
+    assert "test_runner.py" in text
+    assert "return x + self.second(self.act(self.first(x)))" in text
+    assert "got RuntimeError: " in text
+    assert "mat1 and mat2 shapes cannot be multiplied" in text
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 

@@ -63,7 +63,8 @@ def test_the_layer_equals_its_simulation(
     }
     expected = copy.deepcopy(model).double()(*(x.double() for x in inputs), **wide)
     found = int8(*inputs, **masks)
-    assert found[0].dtype is torch.float32 and found[0].shape == expected[0].shape
+    assert found[0].dtype is torch.float32
+    assert found[0].shape == expected[0].shape
     # One code of the output projection, next to a tie, can change.
     flip = float(model.out_input_quantizer.scale) * float(
         model.out_proj.weight.detach().abs().max()
@@ -118,7 +119,8 @@ def test_what_has_no_kernel_keeps_simulating_and_says_why() -> None:
 @NESTED
 def test_transformers_of_torch_run_the_projections() -> None:
     """torch's encoder would take a fused kernel in eval mode, past the projections."""
-    given, model = batch(), Seq2Seq(True).eval()
+    given = batch()
+    model = Seq2Seq(True).eval()
     simulated(model, [given], recipe())
     int8 = torchq.deploy(model, given)
     with torch.no_grad():

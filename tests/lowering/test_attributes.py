@@ -38,8 +38,10 @@ def test_code_that_reads_the_weight_sees_floating_point(dtype: torch.dtype) -> N
     model = calibrated(Patches().to(dtype), x)
     int8 = torchq.deploy(model, x)
     layer = int8.projection
-    assert isinstance(layer, Int8Conv) and isinstance(int8.head, Int8Linear)
-    assert layer.weight.dtype is dtype and layer.weight_codes.dtype is torch.int8
+    assert isinstance(layer, Int8Conv)
+    assert isinstance(int8.head, Int8Linear)
+    assert layer.weight.dtype is dtype
+    assert layer.weight_codes.dtype is torch.int8
     # Equal but for the rounding of code * scale to the dtype, which the simulation does once too.
     assert torch.equal(
         layer.weight, model.projection.weight_quantizer(model.projection.weight)
@@ -65,9 +67,8 @@ def test_a_layer_with_a_hook_keeps_it_and_simulates() -> None:
     int8 = torchq.deploy(model)
     int8(X)
     assert seen == [1]
-    assert isinstance(int8.projection, Int8Conv) and isinstance(
-        int8.head, torchq.nn.QuantLinear
-    )
+    assert isinstance(int8.projection, Int8Conv)
+    assert isinstance(int8.head, torchq.nn.QuantLinear)
     assert "it has a forward hook" in str(torchq.summary(int8))
 
 
@@ -76,7 +77,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 D = torchq.QuantDescriptor
 #: Coarse weights, so that a weight that is not rounded is far off.
 WEIGHT = D(3, axis=0)
-INT8, FP8 = D(8), D((4, 3))
+INT8 = D(8)
+FP8 = D((4, 3))
 HOOKS: dict[str, Callable[[nn.Module], Any]] = {
     "weight_norm": weight_norm,
     "spectral_norm": spectral_norm,

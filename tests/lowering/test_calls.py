@@ -55,7 +55,8 @@ def kernels(model: nn.Module) -> list[str]:
 def assert_agree(deployed: nn.Module, model: nn.Module, x: Tensor) -> None:
     # Float32 sums differ in their last bits, which may turn a code at a tie.
     with torch.no_grad():
-        found, expected = deployed(x), model(x)
+        found = deployed(x)
+        expected = model(x)
     assert (found - expected).norm() < 0.01 * expected.norm()
 
 

@@ -144,7 +144,8 @@ class Faking(nn.Module):
     def __init__(self, extra: float, more: int) -> None:
         super().__init__()
         self.conv = nn.Conv2d(3, 3, 1)
-        self.extra, self.more = extra, more
+        self.extra = extra
+        self.more = more
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         y = self.conv(x) * 0

@@ -118,9 +118,8 @@ def test_threads(images: Tensor) -> None:
     for thread in threads:
         thread.join()
     expected = int8(images)
-    assert len(results) == 8 and all(
-        torch.equal(result, expected) for result in results
-    )
+    assert len(results) == 8
+    assert all(torch.equal(result, expected) for result in results)
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 9])

@@ -38,9 +38,8 @@ def check_codes(quantizer: TensorQuantizer, *beyond: float) -> ByteQParams:
     near = [(codes + offset) * qparams.scale for offset in (0.0, 0.3, -0.3, 0.5)]
     x = torch.cat([*near, torch.tensor(beyond)])
     found = qparams.quantize(x)
-    assert found.dtype is torch.uint8 and torch.equal(
-        qparams.dequantize(found), quantizer(x)
-    )
+    assert found.dtype is torch.uint8
+    assert torch.equal(qparams.dequantize(found), quantizer(x))
     return qparams
 
 

@@ -120,7 +120,11 @@ def test_an_image_is_not_taken_for_codes() -> None:
 
 SMALL = {
     "1d": (lambda: nn.Conv1d(3, 4, 3), (2, 3, 8), (2, 3, 2)),
-    "3d": (lambda: nn.Conv3d(3, 4, 3), (2, 3, 6, 6, 6), (2, 3, 2, 6, 6)),
+    "3d": (
+        lambda: nn.Conv3d(3, 4, 3),
+        (2, 3, 6, 6, 6),
+        (2, 3, 2, 6, 6),
+    ),
     "one image": (lambda: nn.Conv2d(3, 4, 3, 2), (3, 8, 8), (3, 2, 2)),
     "padded": (lambda: nn.Conv2d(3, 4, 5, padding=1), (2, 3, 8, 8), (2, 3, 2, 2)),
     "dilated": (

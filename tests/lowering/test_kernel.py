@@ -80,7 +80,12 @@ def test_a_product_is_that_of_exact_integers(
         scale = torch.rand(32, generator=generator) * 1e-3 + 1e-4
         bias = torch.randn(32, generator=generator) if with_bias else None
         params = ConvParams(
-            *[(1 + number % 2,) * dims, (number % 2,) * dims, (1,) * dims], groups
+            *[
+                (1 + number % 2,) * dims,
+                (number % 2,) * dims,
+                (1,) * dims,
+            ],
+            groups,
         )
         weights = Int8Weights(weight, scale, bias, 0.02, zero)
         real = exact(x, weights, params, None)
@@ -99,12 +104,14 @@ def test_a_product_is_that_of_exact_integers(
         qparams = ByteQParams(0.05, 128, 0, 255) if out is torch.uint8 else None
         epilogue = Epilogue(qparams, name, arguments, of)
         got = RUNS[run](x.to(torch.uint8), weights, params, epilogue, residual)
-        assert got.dtype is out and got.shape == real.shape
+        assert got.dtype is out
+        assert got.shape == real.shape
         if out is torch.uint8:
             wrong = (got.double() - (real / 0.05).round().add(128).clamp(0, 255)).abs()
             # Float32 may round otherwise.
             tie = ((real / 0.05).remainder(1) - 0.5).abs() < 1e-3
-            assert wrong.max() <= 1 and not wrong[~tie].any()
+            assert wrong.max() <= 1
+            assert not wrong[~tie].any()
         else:  # sums of up to 16 * 27 products of 255 * 128, of which float32 loses 2**-24
             torch.testing.assert_close(got.double(), real, rtol=1e-5, atol=2e-4)
 
@@ -128,7 +135,12 @@ def test_a_residual_that_has_to_be_broadcast(
     "shape", [(2, 3, 9, 10), (1, 40, 8, 8), (1, 32, 6, 6), (0, 3, 9, 9), (3, 9, 9)]
 )
 @pytest.mark.parametrize(
-    "window", [(3, 2, 1, 1, True), (2, 2, 0, 1, False), (3, 1, 0, 2, False)]
+    "window",
+    [
+        (3, 2, 1, 1, True),
+        (2, 2, 0, 1, False),
+        (3, 1, 0, 2, False),
+    ],
 )
 @pytest.mark.parametrize("last", [False, True])
 def test_codes_of_any_number_of_channels_are_pooled_as_values(
@@ -169,10 +181,12 @@ def test_packing_loses_nothing_and_drops_the_plain_weight(
     codes = weight_codes(*shape, generator=generator)
     kernel = Kernel(codes)
     inputs = shape[1] * params.groups
-    before, expected = packed(), codes.clone()
+    before = packed()
+    expected = codes.clone()
     for size in (9, 12, 20, 9):
         image = (2, inputs, *[size] * len(params.stride))
         weights = Int8Weights(kernel.codes, torch.ones(shape[0]), None, 1.0, 0)
         kernel.bind(image, weights, params, Epilogue())
-        assert kernel.plain is None and torch.equal(kernel.codes, expected)
+        assert kernel.plain is None
+        assert torch.equal(kernel.codes, expected)
     assert packed() - before <= 3  # one for each layout that oneDNN asks for

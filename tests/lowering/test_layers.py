@@ -290,7 +290,8 @@ def test_autocast_changes_nothing(rows: int) -> None:
     expected = int8(x)
     with torch.autocast("cpu", torch.bfloat16):
         got = int8(x)
-    assert got.dtype is torch.float32 and torch.equal(got, expected)
+    assert got.dtype is torch.float32
+    assert torch.equal(got, expected)
 
 
 def test_dynamic_ranges_along_features_are_refused() -> None:

@@ -324,7 +324,8 @@ def test_a_clamp_becomes_bounds_of_codes(unsigned: Any, codes: tuple[int, int]) 
     )
     model.b.input_quantizer.set_amax(63.5)  # type: ignore[union-attr, operator]
     layer = torchq.deploy(model).get_submodule("a")
-    assert isinstance(layer, Int8Layer) and layer.output_qparams is not None
+    assert isinstance(layer, Int8Layer)
+    assert layer.output_qparams is not None
     found = layer.output_qparams
     assert (found.zero_point, found.quant_min, found.quant_max) == (0, *codes)
 

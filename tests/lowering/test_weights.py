@@ -31,7 +31,8 @@ def dropped(fuse: bool = True) -> tuple[nn.Module, nn.Module, Tensor]:
     whole = torchq.deploy(calibrated(Residual().eval(), x), target=Torch(fuse=fuse))
     model = copy.deepcopy(whole)
     model(x), model(x.abs())
-    assert not plain(model) and len(plain(whole)) == len(layers(whole)) == 6
+    assert not plain(model)
+    assert len(plain(whole)) == len(layers(whole)) == 6
     return model, whole, x
 
 
@@ -45,7 +46,8 @@ def test_results_of_any_size_are_the_same(fuse: bool) -> None:
     model, whole, x = dropped(fuse)
     for data in (x, x.abs(), x[..., :10, :12], x[:1]):
         assert torch.equal(model(data), whole(data))
-    assert torch.equal(model.eval()(x), whole(x)) and not plain(model)
+    assert torch.equal(model.eval()(x), whole(x))
+    assert not plain(model)
 
 
 @pytest.mark.parametrize("name", ["weight_codes", "weight_scale", "bias"])
@@ -62,7 +64,8 @@ def test_a_tensor_of_a_layer_can_be_replaced(name: str) -> None:
 
 def test_state_dicts_files_and_copies_are_whole() -> None:
     model, whole, x = dropped()
-    expected, state = whole(x), model.state_dict()
+    expected = whole(x)
+    state = model.state_dict()
     assert list(state) == list(whole.state_dict())
     for name, value in whole.state_dict().items():
         assert not isinstance(value, Tensor) or torch.equal(state[name], value), name
@@ -75,7 +78,8 @@ def test_state_dicts_files_and_copies_are_whole() -> None:
     other, _, _ = dropped()
     second = torch.randn(2, 3, 16, 16)
     other.load_state_dict(stored_state(model))
-    assert torch.equal(other(second), model(second)) and not plain(model)
+    assert torch.equal(other(second), model(second))
+    assert not plain(model)
 
 
 def test_a_state_that_does_not_fit_is_an_error() -> None:
@@ -131,7 +135,8 @@ def test_weights_of_a_mapped_file_stay_there_until_they_are_packed(
     assert {file_at(weight.data_ptr()) for weight in plain(mapped)} == {str(path)}
     for size in (16, 8, 16):
         assert torch.equal(mapped(x[..., :size, :size]), model(x[..., :size, :size]))
-    assert torch.equal(copy.deepcopy(mapped)(x), model(x)) and not plain(mapped)
+    assert torch.equal(copy.deepcopy(mapped)(x), model(x))
+    assert not plain(mapped)
 
 
 def compare(model: nn.Module, x: Tensor, expected: Tensor) -> None:

@@ -64,7 +64,8 @@ def test_copies_of_a_part_keep_its_attributes(images: Tensor, how: str) -> None:
     int8 = torchq.deploy(calibrated(Picky(), images), images)
     other = COPIES[how](int8)
     assert graphs(other) == 1
-    assert other.block.f == [-1] and other.block.f is not int8.block.f
+    assert other.block.f == [-1]
+    assert other.block.f is not int8.block.f
     assert torch.equal(other(images), int8(images))
 
 
@@ -131,12 +132,12 @@ def test_results_are_of_the_same_kind(
     # Code that cannot be traced may index its Sequential.
     assert isinstance(int8, fx.GraphModule) == whole == graphs(int8)
     for copied in (int8, copy.deepcopy(int8), pickle.loads(pickle.dumps(int8))):
-        got, expected = copied(images), model(images)
+        got = copied(images)
+        expected = model(images)
         assert type(got) is type(expected)
         if isinstance(expected, dict):
-            assert list(got) == list(expected) and type(got.get("inner")) is type(
-                expected.get("inner")
-            )
+            assert list(got) == list(expected)
+            assert type(got.get("inner")) is type(expected.get("inner"))
             got, expected = [got["logits"]], [expected["logits"]]
         assert sqnr(got[0], expected[0]) > 40
 
@@ -210,7 +211,8 @@ def test_parts_that_can_be_traced_are_fused_in_a_model_that_cannot(
 ) -> None:
     model = calibrated(Detector(), images)
     int8 = torchq.deploy(model, images)
-    assert type(int8) is Detector and type(int8.get_submodule("heads.0")) is Head
+    assert type(int8) is Detector
+    assert type(int8.get_submodule("heads.0")) is Head
     assert graphs(int8) == 3  # the body, and what the heads call
     for x in (images, images[:1, :, :, :7]):
         assert all(

@@ -52,7 +52,8 @@ def test_a_quantizer_computes_what_the_oracle_does() -> None:
     expected = [affine_fake_quantize(v, float(q.amin), 3.0)[2] for v in x.tolist()]
     assert q(x).tolist() == expected
     scale, zero_point = q.calculate_qparams()
-    assert zero_point.dtype is torch.int32 and int(zero_point) == 14
+    assert zero_point.dtype is torch.int32
+    assert int(zero_point) == 14
     assert float(scale) == pytest.approx(3.17 / 255, rel=1e-6)
     assert "range=[-0.17, 3]" in repr(q)
 
@@ -118,7 +119,8 @@ def test_entropy_takes_one_threshold_for_both_sides(generator: torch.Generator) 
     calibrator.collect(x)
     high, low = calibrator.range()
     assert low is not None
-    assert float(low) == float(x.min()) and 4 < float(high) < 30
+    assert float(low) == float(x.min())
+    assert 4 < float(high) < 30
 
 
 def test_ranges_per_axis_and_dynamic(generator: torch.Generator) -> None:
@@ -128,7 +130,8 @@ def test_ranges_per_axis_and_dynamic(generator: torch.Generator) -> None:
     for method in ("max", "mse", "percentile"):
         q = TensorQuantizer(AFFINE.replace(axis=1, calib_method=method))
         q.calibrate_on(x)
-        assert q.amin is not None and q.amin.shape == q.amax.shape == (1, 3, 1)
+        assert q.amin is not None
+        assert q.amin.shape == q.amax.shape == (1, 3, 1)
         assert torch.equal(
             q(x), fake_quantize(x, q.amax, UINT8, PerAxis((1,)), amin=q.amin)
         )

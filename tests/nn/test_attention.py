@@ -53,7 +53,11 @@ def attention(**options: Any) -> nn.MultiheadAttention:
 
 def tokens(module: nn.MultiheadAttention, batched: bool = True) -> list[Tensor]:
     """Query of length 4, key and value of length 5, two samples."""
-    shapes = [(4, 12), (5, module.kdim), (5, module.vdim)]
+    shapes = [
+        (4, 12),
+        (5, module.kdim),
+        (5, module.vdim),
+    ]
     if not batched:
         return [torch.randn(shape) for shape in shapes]
     return [
@@ -97,7 +101,8 @@ def test_off_is_torch_and_observing_is_the_same_arithmetic(
     options: dict[str, Any], masks: dict[str, Any]
 ) -> None:
     module = attention(**options)
-    twin, inputs = quantized(module), tokens(module)
+    twin = quantized(module)
+    inputs = tokens(module)
     set_modes(twin, "off")
     with torch.no_grad():
         assert same(twin(*inputs, **masks), module(*inputs, **masks))
@@ -163,7 +168,8 @@ def by_hand(
 @pytest.mark.parametrize("products", [False, True])
 def test_quantized_is_by_hand(products: bool) -> None:
     module = attention(batch_first=True)
-    twin, inputs = quantized(module), tokens(module)
+    twin = quantized(module)
+    inputs = tokens(module)
     if products:
         quantize_products(twin)
     assert same(twin(*inputs), by_hand(module, *inputs, products))
@@ -233,7 +239,8 @@ def test_revert_copies_and_state() -> None:
         assert [key for key in twin.state_dict() if "quantizer" not in key] == keys
         twin.load_state_dict(module.state_dict(), strict=True)
         assert type(revert_(twin)) is nn.MultiheadAttention
-        assert list(twin.state_dict()) == keys and same(twin(*inputs), expected)
+        assert list(twin.state_dict()) == keys
+        assert same(twin(*inputs), expected)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
@@ -277,14 +284,14 @@ def batch() -> dict[str, Tensor]:
 @pytest.mark.parametrize("target", [None, "onnxruntime", "openvino"])
 def test_transformers_of_torch(target: str | None, tmp_path: Path) -> None:
     """In eval mode torch's fused kernel would read the weights past every quantizer."""
-    model, given = Seq2Seq().eval(), batch()
+    model = Seq2Seq().eval()
+    given = batch()
     keys = list(model.state_dict())
     with torch.no_grad():
         expected = model(**given)
         report = torchq.quantize_(model, target=target)
-        assert (
-            report.skipped == () and len([d for d in report.replaced if d.weight]) == 10
-        )
+        assert report.skipped == ()
+        assert len([d for d in report.replaced if d.weight]) == 10
         torchq.calibrate(model, [given], progress=False)
         found = model(**given)
         noise = (found - expected)[~given["pad"]].square().sum() / expected[
@@ -307,9 +314,8 @@ def test_transformers_of_torch(target: str | None, tmp_path: Path) -> None:
             torchq.load(Seq2Seq().eval(), tmp_path / "m.pt")(**given), found
         )
         torchq.restore_(model)
-        assert list(model.state_dict()) == keys and torch.equal(
-            model(**given), expected
-        )
+        assert list(model.state_dict()) == keys
+        assert torch.equal(model(**given), expected)
 
 
 class Functional(nn.Module):
@@ -409,7 +415,8 @@ def test_a_row_without_a_key_is_that_of_the_function(as_numbers: bool) -> None:
     set_modes(module, "observe")
     torch.testing.assert_close(module(q, k, v, mask), expected, rtol=0, atol=1e-6)
     set_modes(module, "quantize")
-    assert not module(q, k, v, mask)[..., 1, :].any() and not expected[..., 1, :].any()
+    assert not module(q, k, v, mask)[..., 1, :].any()
+    assert not expected[..., 1, :].any()
 
 
 def test_blocks_follow_the_axis_that_is_summed_over() -> None:

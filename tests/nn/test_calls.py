@@ -37,7 +37,13 @@ class SameConv(nn.Conv2d):
         height, width = x.size()[-2:]
         pad = [(-(-size // 2) - 1) * 2 + 3 - size for size in (height, width)]
         x = F.pad(
-            x, [pad[1] // 2, pad[1] - pad[1] // 2, pad[0] // 2, pad[0] - pad[0] // 2]
+            x,
+            [
+                pad[1] // 2,
+                pad[1] - pad[1] // 2,
+                pad[0] // 2,
+                pad[0] - pad[0] // 2,
+            ],
         )
         return F.conv2d(x, self.weight, self.bias, 2, 0, self.dilation, self.groups)
 
@@ -128,10 +134,12 @@ def quantized(name: str) -> tuple[nn.Module, Any, Tensor]:
     """Return a float module, its quantized copy, and an input."""
     torch.manual_seed(0)
     make, shape, _, _ = CASES[name]
-    plain, x = make(), torch.randn(shape)
+    plain = make()
+    x = torch.randn(shape)
     module = copy.deepcopy(plain)
     report = torchq.quantize_(module, example=x)
-    assert len(report.replaced) == 1 and not report.skipped
+    assert len(report.replaced) == 1
+    assert not report.skipped
     return plain, module, x
 
 
@@ -288,7 +296,8 @@ class Loops(nn.Module):
 
 
 def test_a_model_planned_on_one_branch_refuses_weights_of_the_other() -> None:
-    module, x = Loops(), torch.randn(2, 4)
+    module = Loops()
+    x = torch.randn(2, 4)
     torchq.quantize_(module, example=x)
     assert [call.site for call in module.torchq_calls] == [
         "@linear0",

@@ -76,17 +76,26 @@ def with_attribute() -> nn.Module:
 )
 def test_refusals_change_nothing(make: Any, text: str) -> None:
     module = make()
-    before = (type(module), dict(vars(module)), list(module.state_dict()))
+    before = (
+        type(module),
+        dict(vars(module)),
+        list(module.state_dict()),
+    )
     with pytest.raises(QuantizationError, match=text):
         convert_(module, input=INT8, weight=INT8)
-    assert (type(module), dict(vars(module)), list(module.state_dict())) == before
+    assert (
+        type(module),
+        dict(vars(module)),
+        list(module.state_dict()),
+    ) == before
 
 
 def test_a_failure_half_way_is_undone() -> None:
     module = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match="unknown calibration method"):
         convert_(module, input=INT8, weight=QuantDescriptor(calib_method="nonsense"))
-    assert type(module) is nn.Linear and list(module.children()) == []
+    assert type(module) is nn.Linear
+    assert list(module.children()) == []
     assert type(convert_(module, input=INT8)) is QuantLinear
 
 
@@ -178,7 +187,8 @@ def test_a_registered_class_is_swapped() -> None:
         assert [d.name for d in torchq.quantize_(model, config).replaced] == ["0"]
     finally:
         QUANTIZED.remove(OwnLinear)
-    assert isinstance(model[0], QuantOwnLinear) and not torch.equal(model(x), expected)
+    assert isinstance(model[0], QuantOwnLinear)
+    assert not torch.equal(model(x), expected)
     with torchq.disabled(model):
         assert torch.equal(model(x), expected)
     torchq.restore_(model)
@@ -277,13 +287,12 @@ def test_a_subclass_is_quantized_as_its_base() -> None:
     plain.load_state_dict(stem.state_dict())
     for module in (stem, plain):
         convert_(module, input=QuantDescriptor(), weight=QuantDescriptor(axis=0))
-    assert (
-        isinstance(stem, QuantConv2d)
-        and isinstance(stem, Stem)
-        and stem.flops(2) == 216
-    )
+    assert isinstance(stem, QuantConv2d)
+    assert isinstance(stem, Stem)
+    assert stem.flops(2) == 216
     assert torch.equal(stem(x), plain(x))
-    assert type(revert_(stem)) is Stem and not list(stem.children())
+    assert type(revert_(stem)) is Stem
+    assert not list(stem.children())
 
 
 @pytest.mark.parametrize(
@@ -295,7 +304,8 @@ def test_copies(copied: Any) -> None:
     module = convert_(Stem(4), input=QuantDescriptor(4))
     x = torch.randn(2, 3, 8, 8)
     twin = copied(module)
-    assert type(twin) is type(module) and torch.equal(twin(x), module(x))
+    assert type(twin) is type(module)
+    assert torch.equal(twin(x), module(x))
 
 
 class Video(nn.Module):
@@ -318,7 +328,8 @@ def test_every_recipe_selects_them_by_their_base() -> None:
         "stem",
         "conv",
         "head",
-    ] and not report.skipped
+    ]
+    assert not report.skipped
     assert report.replaced[0].class_name == "Stem"
     by_own_class = torchq.plan(Video(), exclude=f"type:{__name__}.Stem")
     assert [d.name for d in by_own_class.skipped] == ["stem"]
@@ -338,13 +349,15 @@ def test_save_load_deploy(tmp_path: Path) -> None:
     kernels = {
         row.name: row.kernel for row in torchq.summary(torchq.deploy(model, x)).layers
     }
-    assert "simulated" not in kernels.values() and len(kernels) >= 3
+    assert "simulated" not in kernels.values()
+    assert len(kernels) >= 3
 
 
 def test_attention_is_quantized_with_its_output_projection() -> None:
     model = nn.Sequential(PlainAttention(4, 2))
     report = torchq.quantize_(model)
-    assert [d.name for d in report.replaced] == ["0"] and not report.skipped
+    assert [d.name for d in report.replaced] == ["0"]
+    assert not report.skipped
     assert isinstance(model[0], QuantMultiheadAttention)
 
 
@@ -397,17 +410,20 @@ def quantized(name: str) -> nn.Sequential:
 @pytest.mark.parametrize("name", PARAMETRIZATIONS)
 def test_the_computed_weight_is_quantized(name: str) -> None:
     """It computes what the layer with the baked weight computes when that is quantized."""
-    model, baked = quantized(name), network(name)
+    model = quantized(name)
+    baked = network(name)
     for layer in (baked[0], baked[4]):
         parametrize.remove_parametrizations(layer, "weight")
     simulated(baked, [X])
-    assert isinstance(model[0], QuantConv2d) and isinstance(model[4], QuantLinear)
+    assert isinstance(model[0], QuantConv2d)
+    assert isinstance(model[4], QuantLinear)
     assert torch.equal(model(X), baked(X))
 
 
 @pytest.mark.parametrize("name", PARAMETRIZATIONS)
 def test_restore_gives_the_parametrized_layer_back(name: str) -> None:
-    model, floating = quantized(name), network(name)
+    model = quantized(name)
+    floating = network(name)
     torchq.restore_(model)
     assert torch.equal(model(X), floating(X))
     assert parametrize.type_before_parametrizations(model[0]) is nn.Conv2d

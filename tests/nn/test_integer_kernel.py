@@ -92,10 +92,8 @@ def reference(
     layer: Any, x: Tensor, result: Any, convolve: Callable[..., Tensor]
 ) -> Tensor:
     """Return what QLinearConv gives for an input, from int64 sums and numbers of their own."""
-    of_input, of_weight = (
-        layer.input_quantizer.qparams(),
-        layer.weight_quantizer.qparams(),
-    )
+    of_input = layer.input_quantizer.qparams()
+    of_weight = layer.weight_quantizer.qparams()
     codes = layer.input_quantizer.codes(x).long() - of_input.zero_point
     weight = layer.weight_quantizer.codes(layer.weight.detach()).long()
     scale_x = of_input.scale.reshape(()).numpy()
@@ -127,7 +125,8 @@ def test_a_convolution_gives_the_codes_of_its_kernel(groups: int) -> None:
 
 def test_tiles_of_a_cache_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Large tensors are rounded piece by piece, with the factors of their channels."""
-    model, x = block(), images()
+    model = block()
+    x = images()
     last = x.contiguous(memory_format=torch.channels_last)
     expected = evaluated(model, x), evaluated(model.first, x[0])
     for size in (7, 40, 450):
@@ -148,10 +147,8 @@ def test_tiles_of_a_cache_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_report_of_calibration_says_what_evaluation_computes(
     target: str | None, line: str
 ) -> None:
-    model, x = (
-        nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1)).eval(),
-        images(),
-    )
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1)).eval()
+    x = images()
     torchq.quantize_(model, target=target, example=x, progress=False)
     report = torchq.calibrate(model, [x], correct=False, progress=False)
     assert str(report).endswith(line)
@@ -206,7 +203,8 @@ CHANGES = [
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_numbers_changes_results(change: Callable[[Any], None]) -> None:
     """Numbers are kept between calls; those of a copy, made after the change, are new."""
-    model, x = block(), images(64)
+    model = block()
+    x = images(64)
     before = evaluated(model, x)
     change(model.second)
     after = evaluated(model, x)
@@ -224,7 +222,8 @@ def test_what_changes_numbers_changes_results(change: Callable[[Any], None]) -> 
 
 
 def test_copies_and_pickles_compute_the_same_and_hold_no_kept_numbers() -> None:
-    model, x = block(), images()
+    model = block()
+    x = images()
     expected = evaluated(model, x)
     data = pickle.dumps(model)
     for copied in (copy.deepcopy(model), pickle.loads(data)):
@@ -279,7 +278,8 @@ def observing(model: Any) -> Iterator[None]:
     "how", [gradients, training, delegate, reader_is_gone, observing]
 )
 def test_everything_else_simulates(how: Callable[[Any], Any]) -> None:
-    model, x = block(), images()
+    model = block()
+    x = images()
     layer: Any = model.second
     given = input_of(model, layer, x)
     exact = evaluated(layer, given)
@@ -292,7 +292,8 @@ def test_everything_else_simulates(how: Callable[[Any], Any]) -> None:
 
 
 def test_traced_and_exported_models_simulate() -> None:
-    model, x = block(), images()
+    model = block()
+    x = images()
     with torch.enable_grad():
         simulated = model(x).detach()
     with torch.no_grad():
@@ -302,7 +303,8 @@ def test_traced_and_exported_models_simulate() -> None:
 
 def test_autocast_simulates() -> None:
     """It would round the sums of codes to bfloat16."""
-    model, x = block(), images()
+    model = block()
+    x = images()
     with torch.autocast("cpu", torch.bfloat16):
         with torch.enable_grad():
             simulated = model(x).detach()
@@ -312,7 +314,8 @@ def test_autocast_simulates() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_models_of_few_bits_simulate(dtype: torch.dtype) -> None:
     """Sums of codes have more digits than their numbers."""
-    model, x = block().to(dtype), images().to(dtype)
+    model = block().to(dtype)
+    x = images().to(dtype)
     with torch.enable_grad():
         simulated = model(x).detach()
     assert simulated.dtype is dtype
@@ -322,7 +325,8 @@ def test_models_of_few_bits_simulate(dtype: torch.dtype) -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace.*` is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("error::torch.jit.TracerWarning")
 def test_a_trace_without_gradients_simulates_and_says_nothing() -> None:
-    model, x = block(), images()
+    model = block()
+    x = images()
     with torch.enable_grad():
         simulated = model(x).detach()
     with torch.no_grad():
@@ -332,7 +336,8 @@ def test_a_trace_without_gradients_simulates_and_says_nothing() -> None:
 
 def test_a_hook_may_change_what_a_quantizer_returns() -> None:
     """Values on the grid are multiplied as codes, others in float; each call is seen once."""
-    model, x = block(), images()
+    model = block()
+    x = images()
     layer: Any = model.second
     given = input_of(model, layer, x)
     expected = evaluated(layer, given)
@@ -341,12 +346,14 @@ def test_a_hook_may_change_what_a_quantizer_returns() -> None:
     handles = [
         q.register_forward_hook(lambda _, i, out: seen.append(out)) for q in quantizers
     ]
-    assert torch.equal(evaluated(layer, given), expected) and len(seen) == 2
+    assert torch.equal(evaluated(layer, given), expected)
+    assert len(seen) == 2
     handles.append(
         layer.input_quantizer.register_forward_hook(lambda _, i, out: out * 1.0001)
     )
     found = evaluated(layer, given)
-    assert len(seen) == 4 and not torch.equal(found, expected)
+    assert len(seen) == 4
+    assert not torch.equal(found, expected)
     torch.testing.assert_close(found, expected, rtol=0.01, atol=0.05)
     for handle in handles:
         handle.remove()
@@ -360,7 +367,8 @@ def test_a_kernel_that_is_not_exact_is_noticed_and_gone_around(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As Winograd's kernel on an Arm: sums are no whole numbers, for some sizes of a batch."""
-    model, x = block(), images()
+    model = block()
+    x = images()
     expected = evaluated(model, x), evaluated(model, x[:2])
     plain = nn.Conv2d._conv_forward
     calls: list[torch.dtype] = []
@@ -387,7 +395,8 @@ def test_a_kernel_that_is_not_exact_is_noticed_and_gone_around(
 @pytest.mark.filterwarnings("ignore:TF32 acceleration:UserWarning")
 def test_kernels_other_than_those_of_onednn_give_the_same_bits() -> None:
     """Without oneDNN, torch takes Winograd's kernel of NNPACK for 16 images, where it has one."""
-    model, x = block(), images(20)
+    model = block()
+    x = images(20)
     expected = evaluated(model, x)
     with torch.backends.mkldnn.flags(enabled=False):
         assert torch.equal(evaluated(model, x), expected)
@@ -436,7 +445,8 @@ def test_sums_of_codes_are_rounded_as_a_kernel_does() -> None:
     for quantizer, (scale, zero_point) in zip(ends, numbers, strict=True):
         quantizer.set_qparams(torch.tensor(scale), torch.tensor(zero_point))
     a, b, c = (q.scale.reshape(()) for q in ends)
-    ratio_a, ratio_b = (a / c).double(), (b / c).double()
+    ratio_a = (a / c).double()
+    ratio_b = (b / c).double()
     codes = torch.arange(256.0)
     x = ((codes - 146) * a)[:, None].expand(256, 256)
     y = ((codes - 165) * b)[None].expand(256, 256)
@@ -480,7 +490,8 @@ def test_sigmoids_are_looked_up_as_a_kernel_does() -> None:
     torchq.calibrate(model, [x], correct=False, progress=False)
     layer: Any = model[1]
     assert layer.rounded_by == "2.input_quantizer"
-    grid, to = layer.input_quantizer.qparams(), model[2].input_quantizer.qparams()
+    grid = layer.input_quantizer.qparams()
+    to = model[2].input_quantizer.qparams()
     table = runtime.arithmetic.sigmoid(grid, to)
     codes = torch.arange(256) - grid.zero_point
     exact = (codes.double() * float(grid.scale)).sigmoid() / float(to.scale)
@@ -508,7 +519,8 @@ def test_a_number_that_is_none_stays_none() -> None:
     expected = evaluated(model, x)
     x[0] = torch.nan
     found = evaluated(model, x)
-    assert bool(found[0].isnan().all()) and torch.equal(found[1:], expected[1:])
+    assert bool(found[0].isnan().all())
+    assert torch.equal(found[1:], expected[1:])
     assert evaluated(model, x[:0]).shape == (0, *expected.shape[1:])
 
 
@@ -519,7 +531,8 @@ def test_sums_are_scaled_in_one_product() -> None:
     scales = (
         torch.rand(2, 64, 1, generator=torch.Generator().manual_seed(0)) * 0.01 + 1e-4
     )
-    step, to = scales[0], scales[1]
+    step = scales[0]
+    to = scales[1]
     sums = torch.arange(-30_000.0, 30_000.0).expand(64, -1)
     found = runtime.arithmetic.rounds_products(step, to)(sums.clone())
     factor = step.numpy() / to.numpy()
@@ -530,7 +543,8 @@ def test_sums_are_scaled_in_one_product() -> None:
 
 def test_kept_numbers_are_made_again_where_one_is_another() -> None:
     kept: KeptNumbers[int] = KeptNumbers()
-    numbers, made = torch.arange(4.0), iter(range(9))
+    numbers = torch.arange(4.0)
+    made = iter(range(9))
     settings = (object(),)
     assert [
         kept.get(settings, (numbers, None), lambda: next(made)) for _ in range(3)

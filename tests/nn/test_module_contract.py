@@ -92,7 +92,8 @@ def test_off_is_torch(case: Case) -> None:
     plain, module = convert(case)
     set_modes(module, "off")
     for training in (True, False):
-        x, y = case.inputs(), case.inputs()
+        x = case.inputs()
+        y = case.inputs()
         expected = plain.train(training)(*x, **case.kwargs)
         got = module.train(training)(*y, **case.kwargs)
         assert equal(got, expected)
@@ -135,7 +136,8 @@ def test_every_quantizer_works(case: Case) -> None:
 
 def test_gradients_reach_input_and_parameters(case: Case) -> None:
     plain, module = convert(case)
-    x, y = case.inputs(), case.inputs()
+    x = case.inputs()
+    y = case.inputs()
     expected = flat(by_hand(case, plain, x))[0]
     got = flat(module(*y, **case.kwargs))[0]
     if not got.requires_grad:
@@ -146,15 +148,14 @@ def test_gradients_reach_input_and_parameters(case: Case) -> None:
     for (name, parameter), other in zip(
         plain.named_parameters(), module.parameters(), strict=False
     ):
-        assert parameter.grad is not None and other.grad is not None
+        assert parameter.grad is not None
+        assert other.grad is not None
         assert agree(case, parameter.grad, other.grad), name
     for a, b in zip(x, y, strict=True):
         if a.is_floating_point():
-            assert (
-                a.grad is not None
-                and b.grad is not None
-                and agree(case, a.grad, b.grad)
-            )
+            assert a.grad is not None
+            assert b.grad is not None
+            assert agree(case, a.grad, b.grad)
 
 
 def test_convert_and_revert_are_inverse(case: Case) -> None:
@@ -174,9 +175,8 @@ def test_convert_and_revert_are_inverse(case: Case) -> None:
             convert_(module, input=QuantDescriptor(), weight=QuantDescriptor())
             is module
         )
-        assert isinstance(elsewhere[0], QuantModule) and isinstance(
-            module, type(case.make())
-        )
+        assert isinstance(elsewhere[0], QuantModule)
+        assert isinstance(module, type(case.make()))
         assert {
             key: snapshot(module)[key]
             for key in before
@@ -196,7 +196,8 @@ def test_copies(case: Case) -> None:
     x = tuple(tensor.detach() for tensor in case.inputs())
     expected = module(*x, **case.kwargs)
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert type(twin) is type(module) and equal(twin(*x, **case.kwargs), expected)
+        assert type(twin) is type(module)
+        assert equal(twin(*x, **case.kwargs), expected)
 
 
 @pytest.mark.parametrize("case", FEW, ids=str)
@@ -212,7 +213,8 @@ def test_bfloat16_and_double(case: Case) -> None:
         if dtype is torch.bfloat16 and isinstance(plain, nn.AvgPool3d):
             continue  # torch has no such kernel on the CPU
         y = flat(module(*x, **case.kwargs))[0]
-        assert y.dtype is dtype and bool(y.isfinite().all())
+        assert y.dtype is dtype
+        assert bool(y.isfinite().all())
         assert all(
             q.amax.dtype is torch.float32
             for q in module.modules()
@@ -238,7 +240,8 @@ class Holder(nn.Module):
 
     def __init__(self, inner: nn.Module, kwargs: dict[str, Any]) -> None:
         super().__init__()
-        self.inner, self.kwargs = inner, kwargs
+        self.inner = inner
+        self.kwargs = kwargs
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.inner(x, **self.kwargs)
@@ -304,10 +307,8 @@ def test_direct_construction() -> None:
                 value for key, value in args.items() if key in float_class.__name__
             )
             module = cls(*given, input_descriptor=QuantDescriptor(4))
-            assert (
-                isinstance(module, float_class)
-                and cls.__qualname__ == f"Quant{float_class.__name__}"
-            )
+            assert isinstance(module, float_class)
+            assert cls.__qualname__ == f"Quant{float_class.__name__}"
             if cls.input_slots:
                 first = getattr(module, f"{cls.input_slots[0]}_quantizer")
                 assert first.descriptor == QuantDescriptor(4)

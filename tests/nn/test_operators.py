@@ -74,7 +74,11 @@ def test_cat_has_one_range() -> None:
 
 def test_float_modules_are_swapped_and_restored() -> None:
     model = nn.ModuleDict(
-        {"add": torchq.nn.Add(), "cat": torchq.nn.Cat(0), "tap": torchq.nn.Tap()}
+        {
+            "add": torchq.nn.Add(),
+            "cat": torchq.nn.Cat(0),
+            "tap": torchq.nn.Tap(),
+        }
     )
     for module in model.values():
         convert_(module, input=QuantDescriptor(4))
@@ -115,16 +119,16 @@ def wired(module: nn.Module, child: nn.Module, site: str = "@0") -> nn.Module:
 
 
 def test_wiring_changes_the_forward_alone() -> None:
-    module, x = Gate(), torch.randn(3, 4)
+    module = Gate()
+    x = torch.randn(3, 4)
     expected = module.eval()(x)
     before = dict(module.named_parameters())
     wired(module, torchq.nn.Add())
-    assert isinstance(module, RoutedModule) and isinstance(module, Gate)
-    assert (
-        torch.equal(module(x), expected)
-        and torch.equal(module(x=x), expected)
-        and torch.equal(module(x, mask=None), expected)
-    )
+    assert isinstance(module, RoutedModule)
+    assert isinstance(module, Gate)
+    assert torch.equal(module(x), expected)
+    assert torch.equal(module(x=x), expected)
+    assert torch.equal(module(x, mask=None), expected)
     assert all(value is before[name] for name, value in module.named_parameters())
     seen: list[Tensor] = []
     handle = module.q.register_forward_hook(lambda m, args, out: seen.append(out))
@@ -132,9 +136,8 @@ def test_wiring_changes_the_forward_alone() -> None:
     handle.remove()
     assert torch.equal(seen[0], module.linear(x) + x)
     assert type(revert_(module)) is Gate
-    assert list(vars(module)) == list(vars(Gate())) and [
-        n for n, _ in module.named_children()
-    ] == ["linear"]
+    assert list(vars(module)) == list(vars(Gate()))
+    assert [n for n, _ in module.named_children()] == ["linear"]
     assert torch.equal(module(x), expected)
 
 

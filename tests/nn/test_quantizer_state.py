@@ -60,7 +60,8 @@ def test_strict_load_into_an_uncalibrated_twin(
     twin.load_state_dict(
         torch.load(buffer, weights_only=True), strict=True, assign=assign
     )
-    assert twin.calibrated and same_range(twin, q)
+    assert twin.calibrated
+    assert same_range(twin, q)
     assert isinstance(twin.amax, nn.Parameter) == d.learn_amax
     assert torch.equal(twin(x), q(x))
     twin.load_state_dict(
@@ -92,13 +93,15 @@ def test_legacy_pre_quant_scale() -> None:
     q.load_state_dict(
         {"_amax": torch.tensor(1.0), "_pre_quant_scale": torch.full((3,), 2.0)}
     )
-    assert q.pre_quant_scale is not None and q.pre_quant_scale.tolist() == [2.0] * 3
+    assert q.pre_quant_scale is not None
+    assert q.pre_quant_scale.tolist() == [2.0] * 3
 
 
 def test_loading_other_dtypes_keeps_float32(low_dtype: torch.dtype) -> None:
     q = TensorQuantizer()
     q.load_state_dict({"amax": torch.tensor(1.5, dtype=low_dtype)}, assign=True)
-    assert q.amax.dtype is torch.float32 and q.amax.item() == 1.5
+    assert q.amax.dtype is torch.float32
+    assert q.amax.item() == 1.5
 
 
 @pytest.mark.parametrize("d", DESCRIPTORS, ids=str)
@@ -118,7 +121,8 @@ def test_deepcopy_and_pickle(d: QuantDescriptor, x: torch.Tensor) -> None:
                 q.descriptor,
                 q.name,
             )
-            assert same_range(twin, q) and twin.amax is not q.amax
+            assert same_range(twin, q)
+            assert twin.amax is not q.amax
             assert isinstance(twin.amax, nn.Parameter) == d.learn_amax
             assert torch.equal(twin(x), q(x))
 
@@ -134,17 +138,23 @@ def test_amax_keeps_float32_to_the_bit(
     parameter = q.amax
     model.to(torch.half) if convert == "to_half" else getattr(model, convert)()
     assert model[0].weight.dtype is not torch.float32
-    assert q.amax.dtype is torch.float32 and same_range(q, before)
+    assert q.amax.dtype is torch.float32
+    assert same_range(q, before)
     assert isinstance(q.amax, nn.Parameter) == d.learn_amax
     if d.learn_amax:
         assert q.amax is parameter
     y = q(x.to(model[0].weight.dtype))
-    assert y.dtype is model[0].weight.dtype and bool(y.isfinite().all())
+    assert y.dtype is model[0].weight.dtype
+    assert bool(y.isfinite().all())
 
 
 @pytest.mark.parametrize(
     "d",
-    [DESCRIPTORS[0], QuantDescriptor(axis=0, learn_amax=True), DESCRIPTORS[-1]],
+    [
+        DESCRIPTORS[0],
+        QuantDescriptor(axis=0, learn_amax=True),
+        DESCRIPTORS[-1],
+    ],
     ids=str,
 )
 def test_meta_to_empty_and_load(d: QuantDescriptor, x: torch.Tensor) -> None:
@@ -156,7 +166,8 @@ def test_meta_to_empty_and_load(d: QuantDescriptor, x: torch.Tensor) -> None:
     for meta in (built, copy.deepcopy(q).to("meta")):
         real = meta.to_empty(device="cpu")
         real.load_state_dict(q.state_dict(), strict=True)
-        assert real.amax.device.type == "cpu" and same_range(real, q)
+        assert real.amax.device.type == "cpu"
+        assert same_range(real, q)
         assert torch.equal(real(x), q(x))
     with torch.device("meta"):
         built = TensorQuantizer(d)
@@ -186,7 +197,8 @@ def test_an_assigned_range_is_checked_and_stays_float32() -> None:
     assert q.amax == 1
     for dtype in (torch.float16, torch.float64, torch.int64):
         q.amax = torch.tensor(2, dtype=dtype)
-        assert q.amax.dtype is torch.float32 and q.amax == 2
+        assert q.amax.dtype is torch.float32
+        assert q.amax == 2
     q.amax = torch.empty(0)
     assert not q.calibrated
     both = TensorQuantizer(
@@ -299,9 +311,8 @@ def test_calls_use_exactly_the_scale(point: int | None, dtype: torch.dtype) -> N
         codes = (x.to(working) / scale.to(working)).round().clamp(low, high)
         assert torch.equal(q(x), (codes * scale).to(dtype))
         assert torch.equal(q.codes(x), codes + (point or 0))
-        assert torch.equal(q.scale, scale) and int(q.calculate_qparams()[1]) == (
-            point or 0
-        )
+        assert torch.equal(q.scale, scale)
+        assert int(q.calculate_qparams()[1]) == (point or 0)
         ends = q.range.map(float)
         assert ends.high == pytest.approx(high * float(scale))
         assert ends.low == (
@@ -354,9 +365,8 @@ def test_copies_checkpoints_and_casts_keep_the_scale(tmp_path: Path) -> None:
     fresh = nn.Sequential(nn.Linear(8, 6))
     torchq.quantize_(fresh, torchq.recipes.int8(symmetric=False), progress=False)
     fresh.load_state_dict(model.state_dict())
-    assert torch.equal(fresh(x), wanted) and set(fresh.state_dict()) == set(
-        model.state_dict()
-    )
+    assert torch.equal(fresh(x), wanted)
+    assert set(fresh.state_dict()) == set(model.state_dict())
     scale = model[0].input_quantizer.scale
     assert torch.equal(copy.deepcopy(model).half()[0].input_quantizer.scale, scale)
 
@@ -522,4 +532,5 @@ def test_what_cannot_be_held(
     q = TensorQuantizer(descriptor)
     with pytest.raises(ConfigError, match=text):
         q.set_qparams(*arguments)
-    assert not q.calibrated and "held_scale" not in q.state_dict()
+    assert not q.calibrated
+    assert "held_scale" not in q.state_dict()

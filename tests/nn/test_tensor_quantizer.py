@@ -35,7 +35,8 @@ def x(generator: torch.Generator) -> torch.Tensor:
 @pytest.mark.parametrize("mode", MODES)
 def test_modes(mode: str, x: torch.Tensor) -> None:
     q = TensorQuantizer(QuantDescriptor(amax=1.0), mode=mode)
-    assert q.mode == mode and (q.observing, q.quantizing) == MODES[mode]
+    assert q.mode == mode
+    assert (q.observing, q.quantizing) == MODES[mode]
     y = q(x)
     assert torch.equal(y, fake_quantize(x, 1.0) if q.quantizing else x)
     assert (q.calibrator is not None and q.calibrator.seen) == q.observing
@@ -80,7 +81,8 @@ DESCRIPTORS = [
 def test_quantizes_as_described(d: QuantDescriptor, x: torch.Tensor) -> None:
     """An uncalibrated quantizer uses the range of the call, a calibrated one the observed range."""
     q = TensorQuantizer(d)
-    assert not q.calibrated and q.amax.shape == (0,)
+    assert not q.calibrated
+    assert q.amax.shape == (0,)
 
     def by_hand(data: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
         return fake_quantize(
@@ -93,14 +95,16 @@ def test_quantizes_as_described(d: QuantDescriptor, x: torch.Tensor) -> None:
 
     assert torch.equal(q(x), by_hand(x, reduce_amax(x, d.granularity)))
     q.start_calibration()
-    assert q.observing and q.quantizing
+    assert q.observing
+    assert q.quantizing
     q(x)
     q(x / 2)
     q.finish_calibration()
-    assert q.calibrated and not q.observing and q.calibrator is None
-    assert q.amax.dtype is torch.float32 and q.amax.shape == d.granularity.amax_shape(
-        x.shape
-    )
+    assert q.calibrated
+    assert not q.observing
+    assert q.calibrator is None
+    assert q.amax.dtype is torch.float32
+    assert q.amax.shape == d.granularity.amax_shape(x.shape)
     fixed = reduce_amax(x.clamp(min=0) if d.unsigned else x, d.granularity)
     assert torch.equal(q.amax, fixed)
     assert torch.equal(
@@ -133,9 +137,8 @@ def test_pre_quant_scale_multiplies_in_every_mode(x: torch.Tensor) -> None:
     assert q(x.half()).dtype is torch.float16
     twin = TensorQuantizer(QuantDescriptor())
     twin.load_state_dict(q.state_dict())
-    assert twin.pre_quant_scale is not None and torch.equal(
-        twin.pre_quant_scale, q.pre_quant_scale
-    )
+    assert twin.pre_quant_scale is not None
+    assert torch.equal(twin.pre_quant_scale, q.pre_quant_scale)
 
 
 def test_set_amax() -> None:
@@ -143,9 +146,11 @@ def test_set_amax() -> None:
     source = torch.tensor([[1.0], [2.0]], dtype=torch.float64)
     q.set_amax(source)
     source.zero_()
-    assert q.amax.tolist() == [[1.0], [2.0]] and q.amax.dtype is torch.float32
+    assert q.amax.tolist() == [[1.0], [2.0]]
+    assert q.amax.dtype is torch.float32
     q.set_amax(3)
-    assert q.amax.shape == () and q.amax.item() == 3.0
+    assert q.amax.shape == ()
+    assert q.amax.item() == 3.0
     q.forget_amax()
     assert not q.calibrated
 
@@ -196,9 +201,8 @@ def test_blocks_of_a_weight_are_searched_for_the_least_error() -> None:
     w[:, 5] *= 4
     q = TensorQuantizer(QuantDescriptor(4, block_size=32, calib_method="mse"))
     q.calibrate_on(w)
-    assert torch.equal(q.amax, search_range(w, INT4, PerBlock(32)).high) and bool(
-        (q.amax < reduce_amax(w, PerBlock(32))).any()
-    )
+    assert torch.equal(q.amax, search_range(w, INT4, PerBlock(32)).high)
+    assert bool((q.amax < reduce_amax(w, PerBlock(32))).any())
     q.name = "fc.input_quantizer"
     with pytest.raises(
         ConfigError, match=r"^fc.input_quantizer: histogram: got PerBlock"
@@ -212,7 +216,8 @@ def test_calibrate_on_keeps_what_was_being_observed(x: torch.Tensor) -> None:
     pending = q.calibrator
     q.calibrate_on(x * 2)
     assert torch.equal(q.amax, reduce_amax(x * 2, PerAxis((1,))))
-    assert q.calibrator is pending and q.mode == "observe"
+    assert q.calibrator is pending
+    assert q.mode == "observe"
 
 
 def test_learned_range_is_a_parameter_that_stays_itself(x: torch.Tensor) -> None:
@@ -225,18 +230,22 @@ def test_learned_range_is_a_parameter_that_stays_itself(x: torch.Tensor) -> None
     assert isinstance(parameter, nn.Parameter)
     optimizer = torch.optim.SGD(q.parameters(), lr=0.1)
     q.calibrate_on(x)
-    assert q.amax is parameter and parameter.requires_grad
+    assert q.amax is parameter
+    assert parameter.requires_grad
     before = parameter.detach().clone()
     q(x).square().sum().backward()
     expected = before.clone().requires_grad_()
     learned_fake_quantize(x, expected, CATALOG["int4"]).square().sum().backward()
-    assert parameter.grad is not None and torch.equal(parameter.grad, expected.grad)  # type: ignore[arg-type]
+    assert parameter.grad is not None
+    assert torch.equal(parameter.grad, expected.grad)
     optimizer.step()
     torch.testing.assert_close(q.amax, before - 0.1 * expected.grad)  # type: ignore[operator]
     q.set_amax(2.0)
-    assert q.amax is parameter and parameter.item() == 2.0
+    assert q.amax is parameter
+    assert parameter.item() == 2.0
     q.load_state_dict({"amax": torch.tensor(3.0)})
-    assert q.amax is parameter and parameter.item() == 3.0
+    assert q.amax is parameter
+    assert parameter.item() == 3.0
 
 
 def test_half_between_backward_and_step() -> None:
@@ -244,9 +253,8 @@ def test_half_between_backward_and_step() -> None:
     q = TensorQuantizer(QuantDescriptor(amax=1.0, learn_amax=True))
     q(torch.randn(8)).sum().backward()
     q.half()
-    assert (
-        q.amax.grad is not None and q.amax.dtype is q.amax.grad.dtype is torch.float32
-    )
+    assert q.amax.grad is not None
+    assert q.amax.dtype is q.amax.grad.dtype is torch.float32
     torch.optim.SGD(q.parameters(), lr=0.1).step()
 
 

@@ -85,7 +85,8 @@ def test_until_calibration_the_codes_are_signed() -> None:
     x = torch.tensor([-1.0, 0.5])
     assert torch.equal(quantizer(x), TensorQuantizer(QuantDescriptor(4))(x))
     quantizer.set_amax(1.0)
-    assert quantizer.descriptor == AUTO and int(quantizer.unsigned) == -1
+    assert quantizer.descriptor == AUTO
+    assert int(quantizer.unsigned) == -1
 
 
 def test_a_new_calibration_chooses_again() -> None:
@@ -96,7 +97,8 @@ def test_a_new_calibration_chooses_again() -> None:
         quantizer.finish_calibration()
         assert quantizer.descriptor.unsigned is unsigned
     quantizer.forget_amax()
-    assert quantizer.descriptor == AUTO and int(quantizer.unsigned) == -1
+    assert quantizer.descriptor == AUTO
+    assert int(quantizer.unsigned) == -1
 
 
 def test_only_an_undecided_descriptor_takes_a_choice() -> None:
@@ -131,7 +133,8 @@ def test_state_dicts_carry_the_choice(generator: torch.Generator) -> None:
     state = model.state_dict()
     fresh.load_state_dict(state)
     x = torch.randn(5, 6, generator=generator)
-    assert signs(fresh) == [False, True, False] and torch.equal(fresh(x), model(x))
+    assert signs(fresh) == [False, True, False]
+    assert torch.equal(fresh(x), model(x))
     del state["2.input_quantizer.unsigned"]
     with pytest.raises(
         RuntimeError, match=r'Missing key.*"2\.input_quantizer\.unsigned"'
@@ -157,7 +160,8 @@ def test_files_carry_the_choice(tmp_path: Path, generator: torch.Generator) -> N
     torchq.save(model, tmp_path / "model.pt")
     x = torch.randn(5, 6, generator=generator)
     loaded = torchq.load(net(), tmp_path / "model.pt")
-    assert signs(loaded) == [False, True, False] and torch.equal(loaded(x), model(x))
+    assert signs(loaded) == [False, True, False]
+    assert torch.equal(loaded(x), model(x))
     other = net()
     torchq.quantize_(other)
     assert torch.equal(torchq.load(other, tmp_path / "model.pt")(x), model(x))
@@ -208,7 +212,8 @@ def test_quantizers_that_share_a_range_choose_together(
         for q in model.modules()
         if isinstance(q, TensorQuantizer) and "unsigned" in q._buffers
     ]
-    assert decided and all(isinstance(q.descriptor.unsigned, bool) for q in decided)
+    assert decided
+    assert all(isinstance(q.descriptor.unsigned, bool) for q in decided)
 
 
 def test_the_report_of_calibration_says_which_sign_was_chosen() -> None:

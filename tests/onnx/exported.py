@@ -119,7 +119,8 @@ def graph_of(
     """A graph that reads ``x``: operator, inputs, outputs and attributes of each node."""
     import onnx
 
-    helper, kind = onnx.helper, onnx.TensorProto.FLOAT
+    helper = onnx.helper
+    kind = onnx.TensorProto.FLOAT
     results = {"y": None} if outputs is None else outputs
     graph = helper.make_graph(
         [

@@ -69,7 +69,8 @@ def test_files_compute_what_is_simulated(
     for name, found in activation_qparams(load_model(path)).items():
         scale, zero_point = quantizers(model)[name].calculate_qparams()
         shift = 128 if not unsigned and not found.format.signed else 0
-        assert found.scale == scale and found.zero_point == zero_point + shift
+        assert found.scale == scale
+        assert found.zero_point == zero_point + shift
         # The lowest value lies a little below 0, so no zero point is at an end of the codes.
         assert found.quant_min < found.zero_point < found.quant_max
 

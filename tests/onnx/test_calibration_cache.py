@@ -150,11 +150,9 @@ def test_one_command_makes_a_file_without_data(
     arguments = ["quantize", str(path), "--cache", str(cache), "--target", "tensorrt"]
     assert main([*arguments, "--export", str(out)]) == 0
     text = capsys.readouterr().out
-    assert (
-        f"ranges from {cache}" in text
-        and "--stronglyTyped" in text
-        and "agrees" in text
-    )
+    assert f"ranges from {cache}" in text
+    assert "--stronglyTyped" in text
+    assert "agrees" in text
     assert torchq.runtimes.tensorrt.check_file(out).ok
     assert main([*arguments, "--data", "photos"]) == 2
     assert (
@@ -192,7 +190,8 @@ def test_unsigned_codes_get_the_range_of_the_cache(
     files: tuple[Path, Path, Any],
 ) -> None:
     """A cache holds a 127th of each range; 255 steps of that were twice the range."""
-    model, x = torchq.from_onnx(files[0]), torch.randn(1, 16, 8, 8)
+    model = torchq.from_onnx(files[0])
+    x = torch.randn(1, 16, 8, 8)
     convolutions = "type:torch.nn.modules.conv.Conv2d"
     descriptors = {
         "input": QuantDescriptor(unsigned=True),
@@ -209,4 +208,5 @@ def test_unsigned_codes_get_the_range_of_the_cache(
         for n, q in quantizers(model).items()
         if n.endswith("input_quantizer")
     ]
-    assert ranges == pytest.approx([2.54] * len(ranges)) and ranges
+    assert ranges == pytest.approx([2.54] * len(ranges))
+    assert ranges

@@ -49,7 +49,8 @@ def test_products_are_weighed_by_their_number(tmp_path: Path) -> None:
     )
     with torchq.disabled(model, "0.*"):
         found = exported(model, tmp_path / "net.onnx")
-    assert found.share == 0.75 and len(found.float_weights) == 1
+    assert found.share == 0.75
+    assert len(found.float_weights) == 1
     assert found.reason.startswith("1 of its layers read a weight in float (")
 
 
@@ -64,7 +65,8 @@ def test_a_batchnorm_that_was_not_folded_keeps_its_layer_in_float(
         report = torchq.export_onnx(
             model, X, tmp_path / "net.onnx", dynamo=True, progress=False
         )
-    assert report.coverage is not None and report.coverage.share == 0.0
+    assert report.coverage is not None
+    assert report.coverage.share == 0.0
 
 
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino", "tensorrt"])
@@ -79,7 +81,8 @@ def test_batchnorms_are_said_once_where_the_runtime_says_it(
             model, X, tmp_path / "net.onnx", dynamo=False, progress=False
         )
     (said,) = [str(one.message) for one in caught if "BatchNorm" in str(one.message)]
-    assert said.startswith(f"export_onnx(target={target!r})") and "torchq.fuse_" in said
+    assert said.startswith(f"export_onnx(target={target!r})")
+    assert "torchq.fuse_" in said
 
 
 @pytest.mark.parametrize(

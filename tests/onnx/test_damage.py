@@ -19,7 +19,8 @@ from torchq.errors import ExportError
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
-helper, numbers = onnx.helper, onnx.numpy_helper
+helper = onnx.helper
+numbers = onnx.numpy_helper
 
 
 class Net(nn.Module):
@@ -481,7 +482,8 @@ def test_every_bound_says_no_to_a_factor_of_less_than_a_code(
     torch.manual_seed(0)
     model = Bounds()
     x = torch.rand(16, 3, 16, 16)
-    few, half = target == "few bits", target == "half"
+    few = target == "few bits"
+    half = target == "half"
     config = (
         torchq.recipes.integer(4, 4) if few else torchq.recipes.int8(reduce_range=True)
     )

@@ -99,7 +99,8 @@ def test_a_folder_of_values_with_channels_last(
         file = tmp_path / f"{name.replace('/', '_')}.raw"
         file.write_bytes(last.astype("float32").tobytes())
     report = torchq.verify_dump(model, tmp_path, X, layout="NHWC")
-    assert report.ok and len(report.tensors) >= 4
+    assert report.ok
+    assert len(report.tensors) >= 4
     assert not torchq.verify_dump(model, tmp_path, X).ok
 
 
@@ -128,7 +129,8 @@ def test_the_file_to_carry_to_a_device_has_inputs_and_codes(
         assert np.array_equal(arrays[f"0/{source}"], expected)
         assert arrays[f"{source}/scale"].size == 1
     report = torchq.verify_dump(model, path, X)
-    assert report.ok and not report.missing
+    assert report.ok
+    assert not report.missing
 
 
 @pytest.mark.parametrize(
@@ -153,7 +155,8 @@ def test_a_tensor_that_cannot_be_compared_is_a_difference(
 def test_tensors_of_bfloat16_are_read(dumped: tuple[nn.Module, Path, Any]) -> None:
     values = torch.zeros(2, 3, 6, 6, dtype=torch.bfloat16)
     report = torchq.verify_dump(dumped[0], {"first.input_quantizer": values}, X)
-    assert report.first is not None and not report.first.problem
+    assert report.first is not None
+    assert not report.first.problem
 
 
 def test_a_dump_that_is_none_is_one_named_error(

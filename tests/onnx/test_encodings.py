@@ -41,7 +41,11 @@ class Tokens(nn.Module):
         return self.head(x.mean(1))
 
 
-NETWORKS = ((Layers, (4, 3, 16, 16)), (Residual, (4, 3, 16, 16)), (Tokens, (4, 6, 12)))
+NETWORKS = (
+    (Layers, (4, 3, 16, 16)),
+    (Residual, (4, 3, 16, 16)),
+    (Tokens, (4, 6, 12)),
+)
 
 
 def quantized(
@@ -85,9 +89,8 @@ def test_encodings_are_those_of_the_file_with_pairs(
         if not path.endswith(".output_quantizer")
     }
     others = set(report.activations) - set(expected)
-    assert (
-        set(expected) < set(report.activations) and len(others) == len(of_results) > 0
-    )
+    assert set(expected) < set(report.activations)
+    assert len(others) == len(of_results) > 0
     assert sorted(
         grid_of(found[name].stored(signed=False)) for name in others
     ) == sorted(of_results)
@@ -148,7 +151,11 @@ def activation_grids(file: Any) -> list[tuple[float, float, str]]:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("cls", "shape", "version"),
-    [(*NETWORKS[0], "1.0.0"), (*NETWORKS[2], "1.0.0"), (*NETWORKS[2], "2.0.0")],
+    [
+        (*NETWORKS[0], "1.0.0"),
+        (*NETWORKS[2], "1.0.0"),
+        (*NETWORKS[2], "2.0.0"),
+    ],
 )
 def test_encodings_on_the_float_file_give_the_codes_of_the_model(
     cls: type[nn.Module],
@@ -181,13 +188,16 @@ def test_encodings_on_the_float_file_give_the_codes_of_the_model(
     torchq.export_onnx(read, x, tmp_path / "q.onnx", **options)
     files = [load_model(tmp_path / name) for name in ("own.onnx", "q.onnx")]
     grids = [activation_grids(file) for file in files]
-    assert grids[0] == grids[1] and len(grids[0]) == len(report.activations)
+    assert grids[0] == grids[1]
+    assert len(grids[0]) == len(report.activations)
     codes, others = (
         {k: value_of(n.inputs[0]) for k, n in weight_nodes(f).items()} for f in files
     )
-    assert set(codes) == set(others) and len(codes) == len(report.parameters)
+    assert set(codes) == set(others)
+    assert len(codes) == len(report.parameters)
     for name, stored in codes.items():
-        assert torch.equal(stored, others[name]) and len(stored.unique()) > 8
+        assert torch.equal(stored, others[name])
+        assert len(stored.unique()) > 8
     own_results, results = (
         run_file(tmp_path / name, x) for name in ("own.onnx", "q.onnx")
     )
@@ -279,10 +289,10 @@ def test_the_report_names_what_readers_do_otherwise(path: Path) -> None:
     model = calibrated(Residual(), x)  # for no target: additions read in float
     report = export_encodings(model, x[:1], path, target=None)
     assert report.moved == ("max_pool2d", "view")
-    assert len(report.widened) == 2 and "node_add" in report.widened[0]
-    assert "may skip its encoding" in str(
-        report
-    ) and "which reads it in float here" in str(report)
+    assert len(report.widened) == 2
+    assert "node_add" in report.widened[0]
+    assert "may skip its encoding" in str(report)
+    assert "which reads it in float here" in str(report)
 
 
 def test_a_failure_leaves_both_files(path: Path, tmp_path: Path) -> None:

@@ -64,7 +64,8 @@ def test_plan_file_and_evaluation_agree(form: str, recipe: str, tmp_path: Path) 
         node.op_type for node in load_model(tmp_path / "o.onnx", check=False).graph
     )
     decision = plan.decision(case.operator)
-    assert decision is not None and not decision.reason
+    assert decision is not None
+    assert not decision.reason
     is_rounded = bool(case.kernel) and case.is_rounded
     assert bool(decision.rounded_by) is is_rounded
     # Beside that of the form: the two convolutions, or one, and the linear layers.
@@ -76,7 +77,8 @@ def test_plan_file_and_evaluation_agree(form: str, recipe: str, tmp_path: Path) 
         other = model(x[:5])
     expected = session.run(session.feeds({"x": x}))[0]
     if case.kernel:
-        assert torch.equal(found, expected) and torch.equal(other, expected[:5])
+        assert torch.equal(found, expected)
+        assert torch.equal(other, expected[:5])
     else:  # An island of floats: codes behind it may be one off, each of few.
         differ = ((found - expected).abs() > 1e-4 * expected.abs().max()).float()
         assert float(differ.mean()) < 0.1
@@ -157,7 +159,8 @@ def test_what_changes_a_call_changes_its_numbers(
         model(x)
     before, after = results
     given = inputs[1]
-    of_input, of_weight = layer.input_quantizer, layer.weight_quantizer
+    of_input = layer.input_quantizer
+    of_weight = layer.weight_quantizer
     step = of_input.scale.reshape(()) * of_weight.scale.flatten()
     bias = (model.bias.detach() / step).round()
     codes = of_input.codes(given) - of_input.qparams().zero_point
@@ -204,7 +207,8 @@ def test_other_shapes_than_the_example_compute_too(shape: tuple[int, ...]) -> No
     with torch.no_grad():
         found = model(x)
         last = model(x.contiguous(memory_format=torch.channels_last))
-    assert found.shape == (shape[0], 5) and torch.equal(found, last)
+    assert found.shape == (shape[0], 5)
+    assert torch.equal(found, last)
     with torch.enable_grad():
         simulated = model(x).detach()
     torch.testing.assert_close(found, simulated, rtol=0.1, atol=0.1)
@@ -217,7 +221,8 @@ def node_session(
     operator: str, attributes: dict[str, Any], grids: list[QParams], *inputs: Tensor
 ) -> Tensor:
     """Return the codes that a node between Q/DQ pairs gives in a default session."""
-    helper, types = onnx.helper, onnx.TensorProto
+    helper = onnx.helper
+    types = onnx.TensorProto
     names = [*(f"x{i}" for i in range(len(inputs))), "y"]
     stored = []
     for name, grid in zip(names, grids, strict=True):

@@ -31,7 +31,9 @@ class Pad(nn.Module):
 
     def __init__(self, *amounts: int, mode: str = "constant", value: float = 0) -> None:
         super().__init__()
-        self.amounts, self.mode, self.value = amounts, mode, value
+        self.amounts = amounts
+        self.mode = mode
+        self.value = value
 
     def forward(self, x: Tensor) -> Tensor:
         return F.pad(x, self.amounts, self.mode, self.value or None)
@@ -125,7 +127,11 @@ SINGLE = torchq.runtimes.TensorRt(precision="float32")
 @pytest.mark.parametrize("dynamo", EXPORTERS)
 def test_zeros_become_pads(target: Any, dynamo: bool, path: Path) -> None:
     x = images(2, 16, 12, 10)
-    layers = (nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(), nn.ZeroPad2d((0, 1, 2, 3)))
+    layers = (
+        nn.Conv2d(16, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.ZeroPad2d((0, 1, 2, 3)),
+    )
     model = nn.Sequential(
         *layers, nn.Conv2d(16, 32, 2, padding=1), torchq.nn.QuantIdentity()
     )
@@ -147,7 +153,15 @@ def test_zeros_become_pads(target: Any, dynamo: bool, path: Path) -> None:
             (2, 4, 3, 4, 5),
             [5, 3, 1, 6, 4, 2],
         ),
-        ([Pad(1, 0), Pad(0, 0, 2, 2), nn.Conv2d(4, 4, 2)], (2, 4, 6, 5), [2, 1, 2, 0]),
+        (
+            [
+                Pad(1, 0),
+                Pad(0, 0, 2, 2),
+                nn.Conv2d(4, 4, 2),
+            ],
+            (2, 4, 6, 5),
+            [2, 1, 2, 0],
+        ),
         (
             [Pad(0, 1, 0, 1), nn.Conv2d(4, 4, 2, 2, groups=4)],
             (2, 4, 7, 7),
@@ -210,7 +224,8 @@ def test_codes_behind_other_numbers(target: str, value: float, path: Path) -> No
     )
     model = exported(nn.Sequential(*layers, torchq.nn.QuantIdentity()), x, path, target)
     found = torchq.verify_onnx(model, path, [x])
-    assert found.ok and sqnr(run_file(path, x)[0], model(x)) > 35
+    assert found.ok
+    assert sqnr(run_file(path, x)[0], model(x)) > 35
     codes = activation_qparams(load_model(path))["3.input_quantizer"]
     assert codes.has_zero_point(codes.quant_min) is (value > 0)
 
@@ -274,7 +289,8 @@ def test_axes_of_pads(axes: list[int]) -> None:
 
 def damaged(path: Path, change: str) -> Path:
     """Write a file beside another one, with other pads or another record of them."""
-    model, other = load_model(path), path.with_name("damaged.onnx")
+    model = load_model(path)
+    other = path.with_name("damaged.onnx")
     (name,) = read_record(model)["folded pads"]
     if change == "record":
         write_record(model, **{"folded pads": {name: [0, 0, 1, 0, 0, 0, 0, 1]}})
@@ -291,7 +307,12 @@ def damaged(path: Path, change: str) -> Path:
 @pytest.mark.parametrize("change", ["record", "no record", "pads"])
 def test_damage_is_found(change: str, path: Path) -> None:
     x = images(1, 3, 6, 6)
-    layers = (nn.Conv2d(3, 4, 3), Pad(1, 0, 1, 0), nn.Conv2d(4, 4, 2), nn.ReLU())
+    layers = (
+        nn.Conv2d(3, 4, 3),
+        Pad(1, 0, 1, 0),
+        nn.Conv2d(4, 4, 2),
+        nn.ReLU(),
+    )
     model = exported(nn.Sequential(*layers, nn.Conv2d(4, 4, 1)), x, path, None)
     assert torchq.verify_onnx(model, path, [x]).ok
     if change == "no record":
@@ -363,7 +384,8 @@ def test_files_without_computed_pads_stay(path: Path) -> None:
     x = images(1, 3, 6, 6)
     exported(nn.Sequential(nn.Conv2d(3, 4, 3), Pad(1, 0, value=2.0)), x, path, None)
     graph = path.read_bytes()
-    assert b"Pad" in graph and with_lengths(graph, [("x", (1, 3, 6, 6))]) is graph
+    assert b"Pad" in graph
+    assert with_lengths(graph, [("x", (1, 3, 6, 6))]) is graph
     open_file(path, images(1, 3, 16, 16), "onnxruntime")
     graph = path.read_bytes()
     assert with_lengths(graph, [("other", (1, 3, 16, 16))]) is graph

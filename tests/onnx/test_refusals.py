@@ -266,9 +266,11 @@ def test_what_a_forward_stores_while_it_is_traced_is_not_kept(
     model = calibrated(Remembers(), torch.randn(3, 6))
     x = torch.randn(2, 6)
     model(torch.randn(3, 6))  # calibrate puts back what the forward stored
-    shape, offsets = model.shape, model.offsets
+    shape = model.shape
+    offsets = model.offsets
     torchq.export_onnx(model, x, path, dynamo=dynamo, dynamic_batch=False)
-    assert model.shape is shape and model.offsets is offsets
+    assert model.shape is shape
+    assert model.offsets is offsets
     assert type(model(x)) is Tensor
 
 
@@ -287,7 +289,8 @@ def test_a_model_that_cannot_be_traced_at_all_is_an_error_without_a_warning(
         pytest.warns(UserWarning, match="no active quantizer") as seen,
     ):
         torchq.export_onnx(Untraceable(4, 4), torch.randn(2, 4), path, dynamo=False)
-    assert len(seen) == 1 and not torch.onnx.is_in_onnx_export()
+    assert len(seen) == 1
+    assert not torch.onnx.is_in_onnx_export()
     assert not (path).exists()
 
 

@@ -75,7 +75,8 @@ def test_images_get_equal_results_in_a_session(
     with folded_corrections(model):  # files have gains in the scales of weights
         assert other_scales(model, path) == []
     biases = {n for n, m in model.named_modules() if getattr(m, "bias_format", "")}
-    assert {"blocks.0.second", "blocks.1.down"} <= biases and "head" not in biases
+    assert {"blocks.0.second", "blocks.1.down"} <= biases
+    assert "head" not in biases
     # Codes of 4 bits are clipped first, so their layers run in float.
     assert ("blocks.0.first" in biases) is (recipe != "w4a4")
 
@@ -89,7 +90,8 @@ class Kinds(nn.Module):
         self.depthwise = nn.Conv2d(32, 32, 3, padding=1, groups=32)
         self.grouped = nn.Conv2d(32, 32, 1, groups=2, bias=False)
         self.dilated = nn.Conv2d(32, 16, 3, padding=2, dilation=2)
-        self.hidden, self.head = nn.Linear(16, 24), nn.Linear(24, 5)
+        self.hidden = nn.Linear(16, 24)
+        self.head = nn.Linear(24, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu6(self.stem(x))
@@ -103,11 +105,14 @@ class Gates(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.silu = nn.Conv2d(3, 24, 3, padding=1), nn.SiLU()
+        self.stem = nn.Conv2d(3, 24, 3, padding=1)
+        self.silu = nn.SiLU()
         self.pool = nn.AvgPool2d(3, 2, padding=1)
-        self.squeeze, self.sigmoid = nn.AdaptiveAvgPool2d(1), nn.Sigmoid()
+        self.squeeze = nn.AdaptiveAvgPool2d(1)
+        self.sigmoid = nn.Sigmoid()
         self.gate = nn.Conv2d(24, 24, 1)
-        self.left, self.right = nn.Conv2d(24, 16, 1), nn.Conv2d(24, 16, 1)
+        self.left = nn.Conv2d(24, 16, 1)
+        self.right = nn.Conv2d(24, 16, 1)
         self.windows = nn.AvgPool2d((2, 3), ceil_mode=True)
         self.last = nn.Conv2d(16, 8, 1)
         self.head = nn.Linear(8, 5)
@@ -134,7 +139,8 @@ def test_results_are_those_of_a_session_bit_for_bit(
 ) -> None:
     """As the model is, without gradients; a batch that no kernel has seen before, too."""
     torch.manual_seed(0)
-    model, x = network().eval(), torch.randn(48, 3, 12, 12)
+    model = network().eval()
+    x = torch.randn(48, 3, 12, 12)
     config = ON_INTEGERS[recipe]()
     torchq.quantize_(model, config, target="onnxruntime", example=x[:1], progress=False)
     torchq.calibrate(model, [x], progress=False)
@@ -146,7 +152,8 @@ def test_results_are_those_of_a_session_bit_for_bit(
 
 
 def test_the_plan_gives_operators_without_weights_to_integer_kernels() -> None:
-    model, x = Gates().eval(), torch.randn(2, 3, 12, 12)
+    model = Gates().eval()
+    x = torch.randn(2, 3, 12, 12)
     plan = torchq.plan(model, target="onnxruntime", example=x)
     rounded = {d.name: d.rounded_by for d in plan.replaced if d.weight is None}
     assert rounded == {
@@ -158,7 +165,8 @@ def test_the_plan_gives_operators_without_weights_to_integer_kernels() -> None:
         "quant_mul_1": "windows.input_quantizer",
         "windows": "last.input_quantizer",
     }
-    assert rounded["pool"] and rounded["quant_mul"]
+    assert rounded["pool"]
+    assert rounded["quant_mul"]
 
 
 def test_means_of_images_at_ties_are_those_of_a_session(path: Path) -> None:
@@ -201,10 +209,8 @@ def test_float_results_of_four_bit_codes_are_those_of_a_session(path: Path) -> N
 def test_every_code_is_that_of_the_session(path: Path) -> None:
     model, x = made("int8", path)
     report = torchq.verify_onnx(model, path, [x], progress=False)
-    assert (
-        report.outputs[0].equal == 1
-        and sum(layer.differ for layer in report.layers) == 0
-    )
+    assert report.outputs[0].equal == 1
+    assert sum(layer.differ for layer in report.layers) == 0
     layers = [m for m in model.modules() if getattr(m, "rounded_by", "")]
     assert len(layers) > 3
     layers[0].output_shift = torch.full((layers[0].weight.shape[0],), 3e-3)
@@ -318,21 +324,22 @@ def test_biases_are_rounded_in_training_too_and_stored_as_they_were(path: Path) 
     assert torch.equal(
         results, torch.round((stored + layer.output_shift) / step) * step
     )
-    assert not torch.equal(results, stored) and torch.equal(layer.bias, stored)
+    assert not torch.equal(results, stored)
+    assert torch.equal(layer.bias, stored)
     results.sum().backward()
     assert torch.equal(layer.bias.grad, torch.ones(16))
     with torchq.disabled(model):
         assert torch.equal(layer(zeros)[0, :, 0, 0], stored)
-    assert torchq.restore_(model) and "bias_format" not in vars(layer)
+    assert torchq.restore_(model)
+    assert "bias_format" not in vars(layer)
 
 
 def test_a_form_that_the_plan_fixed_stays_and_a_contradiction_is_a_warning() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)).eval()
     x = torch.randn(2, 3, 8, 8)
     plan = torchq.quantize_(model, target="onnxruntime", example=x, progress=False)
-    assert (
-        plan.decision("2").unsigned == ("input",) and plan.decision("0").unsigned == ()
-    )
+    assert plan.decision("2").unsigned == ("input",)
+    assert plan.decision("0").unsigned == ()
     assert model[2].input_quantizer.descriptor.unsigned is True  # before calibration
     model[1] = nn.Identity()
     with pytest.warns(UserWarning, match=r"2\.input_quantizer: got negative values"):
@@ -347,10 +354,8 @@ def test_tensorrt_has_signed_codes_and_rules_that_fix_unsigned_ones_stay() -> No
         model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)).eval()
         config = torchq.recipes.integer(8, 8, unsigned=unsigned)
         plan = torchq.plan(model, config, target="tensorrt", example=x)
-        assert (
-            plan.decision("2").input.unsigned is wanted
-            and plan.decision("2").unsigned == ()
-        )
+        assert plan.decision("2").input.unsigned is wanted
+        assert plan.decision("2").unsigned == ()
 
 
 @pytest.mark.slow
@@ -365,5 +370,6 @@ def test_a_model_for_no_target_keeps_its_grid_with_a_warning(path: Path) -> None
     texts = [
         str(w.message) for w in seen if "quantized for no target" in str(w.message)
     ]
-    assert len(texts) == 1 and "target='openvino'" in texts[0]
+    assert len(texts) == 1
+    assert "target='openvino'" in texts[0]
     assert other_scales(model, path) == []

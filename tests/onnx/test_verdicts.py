@@ -32,7 +32,8 @@ class Moved(nn.Module):
         self.a = nn.Conv2d(3, 8, 3)
         self.b = nn.Conv2d(8, 8, 3)
         self.c = nn.Conv2d(8, 4, 1)
-        self.norm_a, self.norm_b = norm(8), norm(8)
+        self.norm_a = norm(8)
+        self.norm_b = norm(8)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm_a(self.a(x)).relu()
@@ -77,8 +78,10 @@ def test_a_session_that_computes_something_else_is_no_agreement(tmp_path: Path) 
         store_floats(tmp_path / "m.onnx", f"{layer}.weight_quantizer")
     report = torchq.verify_onnx(model, tmp_path / "m.onnx", [x], progress=False)
     written, session, size = report.verdicts
-    assert written.ok and not report.ok
-    assert session.ok is False and "it has no codes of " in session.reason
+    assert written.ok
+    assert not report.ok
+    assert session.ok is False
+    assert "it has no codes of " in session.reason
     assert "dB from that of the file as it is written" in session.reason
     assert size.what == "another length of batch (dimension 0 of x)"
     assert f"  {session}" in str(report).splitlines()
@@ -156,7 +159,8 @@ def test_results_that_are_not_finite_are_differences(tmp_path: Path) -> None:
     file.graph.node.append(onnx.helper.make_node("Mul", ["finite", "nan"], [output]))
     onnx.save(file, path)
     report = torchq.verify_onnx(model, path, [x], progress=False)
-    assert not report.ok and report.outputs[0].sqnr_db == -math.inf
+    assert not report.ok
+    assert report.outputs[0].sqnr_db == -math.inf
 
 
 @pytest.mark.parametrize(

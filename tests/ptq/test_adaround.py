@@ -42,7 +42,8 @@ def test_a_soft_weight_starts_at_the_weight_and_ends_on_the_grid() -> None:
     with torch.no_grad():
         soft.v.copy_(torch.tensor([9.0, 9.0, 9.0, 9.0, -9.0, -9.0, -9.0]))
     expected = torch.tensor([-0.5, -0.5, 0.0, 0.5, 0.0, 0.5, 0.5])
-    assert torch.equal(soft.rounded(), expected) and torch.equal(soft.value(), expected)
+    assert torch.equal(soft.rounded(), expected)
+    assert torch.equal(soft.value(), expected)
     assert soft.undecided() == 0
 
 
@@ -83,7 +84,8 @@ def test_learning_lowers_the_error_of_blocks(arguments: dict[str, Any]) -> None:
     for module in model.modules():
         if isinstance(module, (nn.Conv2d, nn.Linear)):
             assert torch.equal(module.weight_quantizer(module.weight), module.weight)
-            assert module.bias.grad is None and module.bias.requires_grad
+            assert module.bias.grad is None
+            assert module.bias.requires_grad
         assert "forward" not in vars(module)
 
 

@@ -186,15 +186,14 @@ def test_copies_are_whole_and_keep_structures() -> None:
         torch.arange(4.0), {"x": [blank, 7, None], "cache": {1, 2}, "f": torch.add}
     )
     got = copied(value)
-    assert (
-        isinstance(got, Pair)
-        and got.b["x"][1:] == [7, None]
-        and got.b["f"] is torch.add
-    )
+    assert isinstance(got, Pair)
+    assert got.b["x"][1:] == [7, None]
+    assert got.b["f"] is torch.add
     assert got.b["x"][0].untyped_storage().nbytes() == 4
     got.a.fill_(9)
     got.b["cache"].add(3)
-    assert value.a.tolist() == [0, 1, 2, 3] and value.b["cache"] == {1, 2}
+    assert value.a.tolist() == [0, 1, 2, 3]
+    assert value.b["cache"] == {1, 2}
 
 
 X = torch.rand(32, 6, generator=torch.Generator().manual_seed(0))
@@ -239,7 +238,8 @@ def rounded(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[set[int], dict[str, Any]]:
     """Return the blocks whose outputs were forgotten, and the values of the rounded model."""
-    model, found = Given(run).eval(), set()
+    model = Given(run).eval()
+    found = set()
     torchq.quantize_(model, torchq.recipes.integer(3, None, weight_method="max"))
     forget = Replay._forget
 

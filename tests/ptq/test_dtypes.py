@@ -134,7 +134,8 @@ def test_modes_and_other_modules_stay_and_as_many_batches_are_read_as_asked_for(
         model.hidden.input_quantizer.mode = "off"
         report = function(model, given, num_batches=3, progress=False, **options)
         assert report.batches == 3
-        assert model.training and model.hidden.input_quantizer.mode == "off"
+        assert model.training
+        assert model.hidden.input_quantizer.mode == "off"
         assert not any(
             "forward" in vars(m) or m._forward_hooks for m in model.modules()
         )

@@ -72,7 +72,12 @@ def test_equation_11_for_two_linear_layers(generator: torch.Generator) -> None:
     model = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 4))
     unequal(model[0], generator)
     w1, b1, w2 = (
-        t.detach().double() for t in (model[0].weight, model[0].bias, model[2].weight)
+        t.detach().double()
+        for t in (
+            model[0].weight,
+            model[0].bias,
+            model[2].weight,
+        )
     )
     r1 = w1.abs().amax(1)
     r2 = w2.abs().amax(0)
@@ -200,9 +205,8 @@ def test_channels_of_zeros_stay(generator: torch.Generator) -> None:
         model[2].weight[:, 2] = 0.0
     before = model[0].weight[2].clone()
     equalize_(model, torch.rand(5, 3))
-    assert torch.equal(model[0].weight[1], torch.zeros(3)) and torch.equal(
-        model[0].weight[2], before
-    )
+    assert torch.equal(model[0].weight[1], torch.zeros(3))
+    assert torch.equal(model[0].weight[2], before)
 
 
 def test_bad_input_changes_nothing(generator: torch.Generator) -> None:

@@ -64,15 +64,18 @@ def test_errors_shrink_and_shortcuts_are_repaired() -> None:
     assert all(
         layer.error_after < layer.error_before for layer in report.layers.values()
     )
-    assert report.skipped == {} and report.batches == 3
+    assert report.skipped == {}
+    assert report.batches == 3
     repairs = [name for name, layer in report.layers.items() if layer.repairs_shortcut]
     assert repairs == ["2.conv2", "3.conv2"]
-    assert "3.conv2" in str(report) and "repairs a shortcut" in str(report)
+    assert "3.conv2" in str(report)
+    assert "repairs a shortcut" in str(report)
 
 
 def test_the_bias_makes_the_mean_output_that_of_the_float_model() -> None:
     """E[Q x + b] = E[W x + b] on quantized and float inputs, and for a sum with a shortcut."""
-    model, floats = calibrated(), net()
+    model = calibrated()
+    floats = net()
     gptq_(model, batches(), progress=False)
     with torch.no_grad():
         x = torch.cat(batches())

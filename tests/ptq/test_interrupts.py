@@ -79,8 +79,10 @@ def same(
     one: dict[str, Any], other: dict[str, Any], names: Callable[[str], bool]
 ) -> bool:
     """Return True if the tensors that ``names`` selects are equal."""
-    a, b = one["tensors"], other["tensors"]
-    assert a.keys() == b.keys() and one["rest"] == other["rest"]
+    a = one["tensors"]
+    b = other["tensors"]
+    assert a.keys() == b.keys()
+    assert one["rest"] == other["rest"]
     return all(torch.equal(a[name], b[name]) for name in a if names(name))
 
 

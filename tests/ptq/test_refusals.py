@@ -114,10 +114,12 @@ def test_layers_that_are_float_or_do_not_run_are_left_alone(name: str) -> None:
         torchq.calibrate(
             model, [GOOD], on_unseen="disable", correct=False, progress=False
         )
-    before, expected = model.state_dict(), Branches().state_dict()
+    before = model.state_dict()
+    expected = Branches().state_dict()
     before = {key: value.clone() for key, value in before.items()}
     report: Any = function(model, [GOOD])
-    assert list(report.skipped) == ["unused"] and "reach" in report.skipped["unused"]
+    assert list(report.skipped) == ["unused"]
+    assert "reach" in report.skipped["unused"]
     after = model.state_dict()
     assert any(not torch.equal(after[key], before[key]) for key in before)
     for part in ("weight", "bias"):
@@ -165,8 +167,10 @@ def test_codes_stay_within_the_format(function: Any, size: float) -> None:
         codes = layer.weight.detach() / grid_of(layer).scale[0]  # type: ignore[operator]
         whole: Tensor = codes.round()
         torch.testing.assert_close(codes, whole, rtol=1e-5, atol=1e-3)
-        assert int(whole.min()) >= -(2**15) and int(whole.max()) <= 2**15 - 1
-        assert bool(layer.weight.isfinite().all()) and bool(layer.bias.isfinite().all())  # type: ignore
+        assert int(whole.min()) >= -(2**15)
+        assert int(whole.max()) <= 2**15 - 1
+        assert bool(layer.weight.isfinite().all())
+        assert bool(layer.bias.isfinite().all())
 
 
 def test_nan_while_learning_is_named_and_the_block_is_as_before() -> None:

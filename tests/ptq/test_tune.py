@@ -77,23 +77,27 @@ def search(
 
 
 def test_the_first_trial_that_keeps_the_metric_ends_the_search() -> None:
-    metric, model = Metric(), net()
+    metric = Metric()
+    model = net()
     before = {name: t.clone() for name, t in model.state_dict().items()}
     result = tune(model, batches(), metric, max_drop=0.1, progress=False)
-    assert result.kept and [t.change for t in result.table] == ["recipe int8"]
-    assert metric.calls == 2 and result.float_metric == 0
-    assert not torchq.workflow.is_quantized(model) and torchq.workflow.is_quantized(
-        result.model
-    )
+    assert result.kept
+    assert [t.change for t in result.table] == ["recipe int8"]
+    assert metric.calls == 2
+    assert result.float_metric == 0
+    assert not torchq.workflow.is_quantized(model)
+    assert torchq.workflow.is_quantized(result.model)
     assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
-    assert "recipe int8" in str(result) and "keeps the metric" in str(result)
+    assert "recipe int8" in str(result)
+    assert "keeps the metric" in str(result)
 
 
 def test_trials_build_on_the_best_before_them() -> None:
     metric = Metric()
     result = search(metric, 0.012, torchq.recipes.integer(3, 8, weight_method="max"))
     changes = [trial.change for trial in result.table]
-    assert result.kept and changes[:2] == ["recipe w3a8", "ends in 8 bits"]
+    assert result.kept
+    assert changes[:2] == ["recipe w3a8", "ends in 8 bits"]
     assert len(changes) > 2
     assert result.metric == max(trial.metric for trial in result.table)
     assert result.metric == result.table[-1].metric > result.table[0].metric
@@ -134,9 +138,11 @@ def test_mixed_precision_is_the_last_resort() -> None:
     # There is no convolution, and calibrate corrects in order by itself.
     assert not {"equalize_", "correct_bias_"} & set(changes)
     mixed = [trial for trial in result.table if trial.change == "mixed precision"]
-    assert mixed == list(result.table[-len(mixed) :]) and result.kept
+    assert mixed == list(result.table[-len(mixed) :])
+    assert result.kept
     bits = [trial.mean_bits for trial in mixed]
-    assert bits == sorted(bits) and result.mean_bits == bits[-1] < 8
+    assert bits == sorted(bits)
+    assert result.mean_bits == bits[-1] < 8
     assert all(trial.metric < -0.08 for trial in mixed[:-1])
     assert "torchq.mixed_precision(model, batches, budget={" in result.code
     again = deep()
@@ -164,7 +170,8 @@ def test_transformers_get_what_applies_to_them() -> None:
             progress=False,
         )
     errors = {trial.change: trial.error for trial in result.table}
-    assert errors["smooth_"] == "" and "equalize_" not in errors
+    assert errors["smooth_"] == ""
+    assert "equalize_" not in errors
 
 
 class Block(nn.Module):
@@ -209,7 +216,8 @@ def test_without_success_the_best_is_returned_with_a_warning() -> None:
         UserWarning, match=r"tune: the best of 1 trials has the metric -0\.\d+; exp"
     ):
         result = search(Metric(), 0.0, time_limit=0.0)
-    assert not result.kept and len(result.table) == 1
+    assert not result.kept
+    assert len(result.table) == 1
     assert "does NOT keep the metric" in str(result)
 
 
@@ -238,7 +246,8 @@ def test_inputs_that_no_batch_reaches_stay_float() -> None:
     class Branches(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.used, self.unused = net(), nn.Linear(6, 4)
+            self.used = net()
+            self.unused = nn.Linear(6, 4)
 
         def forward(self, x: Tensor) -> Tensor:
             return self.used(x)

@@ -28,7 +28,8 @@ def test_it_equals_the_single_calls() -> None:
     torchq.calibrate(by_hand, labelled(), num_batches=3, correct=False, progress=False)
     batches = iter(labelled())
     prepared = prepare(model, batches, recipe, lr=0.1, num_batches=3, progress=False)
-    assert prepared.model is model and model.training
+    assert prepared.model is model
+    assert model.training
     found = model.state_dict()
     expected = by_hand.state_dict()
     assert found.keys() == expected.keys()
@@ -61,7 +62,8 @@ def test_a_forward_of_the_users_own_reads_the_batches() -> None:
     groups = prepare(model, batches, recipe, progress=False, **settings).param_groups
     assert isinstance(model.head, torchq.nn.QuantLinear)
     rates = {group["name"]: group["lr"] for group in groups}
-    assert rates["ranges"] == 0.2 and rates["input_ranges"] == 0.3
+    assert rates["ranges"] == 0.2
+    assert rates["input_ranges"] == 0.3
 
 
 def test_a_call_that_fails_changes_nothing() -> None:
@@ -72,10 +74,12 @@ def test_a_call_that_fails_changes_nothing() -> None:
     with pytest.raises(CalibrationError):
         prepare(model, batches, progress=False)
     assert [type(m) for m in model.modules()] == [type(m) for m in before.modules()]
-    found, expected = model.state_dict(), before.state_dict()
+    found = model.state_dict()
+    expected = before.state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], expected[key]) for key in found)
-    assert not isinstance(model.stem[0], QuantConv2d) and model.training
+    assert not isinstance(model.stem[0], QuantConv2d)
+    assert model.training
 
 
 def test_errors() -> None:
@@ -169,4 +173,5 @@ def test_weights_in_front_of_a_norm_lack_the_code_without_counterpart(
     with torch.no_grad():  # as far as training may go
         model[0].weight.mul_(3.0)
     report = torchq.fuse_(model.eval(), batch[0], progress=False)
-    assert report.applied and report.fused[0].changed == 0
+    assert report.applied
+    assert report.fused[0].changed == 0

@@ -30,7 +30,8 @@ def test_ranges_become_parameters_and_nothing_else_changes(method: str) -> None:
     expected = model(x)
     keys = set(model.state_dict())
     assert len(learn_ranges_(model, method)) == 8
-    assert torch.equal(model(x), expected) and set(model.state_dict()) == keys
+    assert torch.equal(model(x), expected)
+    assert set(model.state_dict()) == keys
     ranges = [g for g in param_groups(model, lr=0.1) if g["name"] == "ranges"]
     assert len(ranges[0]["params"]) == 8
     model.train()(x).sum().backward()
@@ -49,7 +50,8 @@ def test_the_gradient_of_pact_is_that_of_clipped_values() -> None:
     y.sum().backward()
     # LSQ's factor of steps is one over the root of elements times largest code; amax is 15 steps.
     assert quantizer.amax.grad.item() == pytest.approx(2.0 * 15**2 / math.sqrt(5 * 15))
-    assert leaf.grad is not None and leaf.grad.tolist() == [0, 1, 1, 0, 0]
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [0, 1, 1, 0, 0]
 
 
 def test_both_ends_are_learned() -> None:
@@ -63,9 +65,8 @@ def test_both_ends_are_learned() -> None:
     model.train()(x).square().sum().backward()
     for name in names:
         quantizer = quantizers(model)[name]
-        assert (
-            isinstance(quantizer.amin, nn.Parameter) and quantizer.amin.grad is not None
-        )
+        assert isinstance(quantizer.amin, nn.Parameter)
+        assert quantizer.amin.grad is not None
 
 
 def surrogate(

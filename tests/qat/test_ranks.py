@@ -26,7 +26,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_agree_on_everything_after_training(results: Results, case: str) -> None:
     first, second = (result[case] for result in results)
-    assert first.keys() == second.keys() and len(first) > 0
+    assert first.keys() == second.keys()
+    assert len(first) > 0
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 

@@ -49,7 +49,8 @@ def test_a_resumed_run_equals_the_whole_one_bit_for_bit(stop: int) -> None:
     resumed = sgd(second)
     resumed.load_state_dict(saved[1])
     train(second, stop, 6, resumed)
-    found, expected = second.state_dict(), whole.state_dict()
+    found = second.state_dict()
+    expected = whole.state_dict()
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
@@ -94,6 +95,6 @@ def test_observing_changes_nothing_on_an_exception_and_where_no_data_came() -> N
     with observing(model):
         pass
     for q, amax in zip(quantizers(model).values(), before, strict=True):
-        assert (
-            torch.equal(q.amax, amax) and q.mode == "quantize" and q.calibrator is None
-        )
+        assert torch.equal(q.amax, amax)
+        assert q.mode == "quantize"
+        assert q.calibrator is None

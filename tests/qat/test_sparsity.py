@@ -44,7 +44,8 @@ def assert_sparse(model: nn.Module, masks: dict[str, Tensor]) -> None:
         quantized = layer.weight_quantizer(layer.weight)
         assert bool((quantized[mask == 0] == 0).all()), name
         kept = (quantized != 0).flatten(1).reshape(-1, 4).sum(-1)
-        assert int(kept.max()) <= 2 and int((kept == 2).sum()) > len(kept) // 4
+        assert int(kept.max()) <= 2
+        assert int((kept == 2).sum()) > len(kept) // 4
 
 
 def train(model: nn.Module, groups: Any, steps: int = 8) -> None:

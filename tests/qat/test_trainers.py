@@ -56,7 +56,8 @@ def train(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> list[fl
 
 
 def same_state(one: nn.Module, other: nn.Module) -> bool:
-    first, second = one.state_dict(), other.state_dict()
+    first = one.state_dict()
+    second = other.state_dict()
     return first.keys() == second.keys() and all(
         torch.equal(first[k], second[k]) for k in first
     )

@@ -67,9 +67,8 @@ def test_platforms_quantize_as_the_table_says(name: str) -> None:
         assert layer.weight_quantizer.descriptor.axis == ((0,) if per_channel else None)
     config = RUNTIMES[name].recipe()
     assert torchq.plan(nn.Linear(4, 2), target=name).recipe == name
-    assert (
-        config.name == name and torchq.QuantConfig.from_json(config.to_json()) == config
-    )
+    assert config.name == name
+    assert torchq.QuantConfig.from_json(config.to_json()) == config
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -117,9 +116,8 @@ def test_asymmetric_recipes() -> None:
         torchq.recipes.integer(4, 4, symmetric=False),
     ):
         for rule in config.rules:
-            assert rule.input is not None and rule.weight is not None
-            assert (
-                not rule.input.symmetric
-                and rule.input.unsigned
-                and rule.weight.symmetric
-            )
+            assert rule.input is not None
+            assert rule.weight is not None
+            assert not rule.input.symmetric
+            assert rule.input.unsigned
+            assert rule.weight.symmetric

@@ -108,10 +108,8 @@ def test_the_plan_of_a_runtime_is_stable_and_no_other_one_takes_it(
     x = torch.randn(1, 3, 16, 16)
     rows = str(torchq.plan(Residual(), target=runtime.name, example=x))
     copy = pickle.loads(pickle.dumps(dataclasses.replace(runtime)))
-    assert (
-        repr(copy) == repr(runtime)
-        and str(torchq.plan(Residual(), target=copy, example=x)) == rows
-    )
+    assert repr(copy) == repr(runtime)
+    assert str(torchq.plan(Residual(), target=copy, example=x)) == rows
     model = Residual().eval()
     assert str(torchq.quantize_(model, target=runtime, example=x)) == rows
     other = "openvino" if runtime.name == "tensorrt" else "tensorrt"
@@ -174,9 +172,8 @@ def test_activations_have_the_types_of_the_target(
     case = CASES[target]
     kind, point = found["stem.input_quantizer"]
     wanted = case.others[1]
-    assert kind == case.others[0] and (
-        0 < point < 255 if wanted is None else point == wanted
-    )
+    assert kind == case.others[0]
+    assert 0 < point < 255 if wanted is None else point == wanted
     # Behind a ReLU.
     assert found["blocks.0.second.input_quantizer"] == case.nonnegative
     allowed = (case.others, case.nonnegative)
@@ -194,7 +191,8 @@ def test_weights_have_scales_where_the_target_takes_them(
         weight = stored_weight(node.inputs[1])
         assert weight is not None
         qparams = qparams_of(weight)
-        assert qparams.format.name == "int8" and qparams.has_zero_point(0)
+        assert qparams.format.name == "int8"
+        assert qparams.has_zero_point(0)
         per_channel = qparams.scale.numel() > 1
         assert per_channel == (node.op_type in CASES[target].channels_of), node.name
         if per_channel:
@@ -256,6 +254,7 @@ def test_a_new_target_takes_effect(
         report = torchq.export_onnx(
             model, x[:1], tmp_path / "m.onnx", target="new", dynamo=False
         )
-    assert seen == ["pass"] and report.target == "new"
+    assert seen == ["pass"]
+    assert report.target == "new"
     stem = quantizer_nodes(load_model(tmp_path / "m.onnx"))["stem.input_quantizer"]
     assert qparams_of(stem).format.name == "uint8"

@@ -142,7 +142,8 @@ class Changed(nn.Module):
         self, model: nn.Module, change: Callable[[Tensor, Tensor], Tensor]
     ) -> None:
         super().__init__()
-        self.model, self.change = model, change
+        self.model = model
+        self.change = change
 
     def forward(self, x: Tensor) -> Tensor:
         return self.change(self.model(x), x)
@@ -199,7 +200,8 @@ def test_other_inputs_have_other_values_and_indices_that_occur() -> None:
     x = image()
     ids = torch.tensor([[0, 3, 9]])
     for number, (floats, places) in enumerate(other_inputs(Net(), (x, ids))):
-        assert floats.shape == x.shape and not torch.equal(floats, x)
+        assert floats.shape == x.shape
+        assert not torch.equal(floats, x)
         assert set(places.flatten().tolist()) == {0, 3, 9}
         assert (floats.mean() < 0) == (number < 2)
     named = next(iter(other_inputs(Net(), {"x": x, "ids": ids})))
@@ -233,9 +235,8 @@ def test_batches_of_the_user_take_the_place_of_made_up_values() -> None:
     )
     assert min(seen) > 0
     assert "the example: result 0 " in deployed.checked
-    assert (
-        "; batch 0: result 0 " in deployed.checked and "; batch 1: " in deployed.checked
-    )
+    assert "; batch 0: result 0 " in deployed.checked
+    assert "; batch 1: " in deployed.checked
 
 
 @torch.no_grad()
@@ -321,7 +322,8 @@ def test_a_state_is_refused_by_name_or_kept_in_parts(net: Any, name: str) -> Non
 def test_what_a_call_only_notes_is_no_state() -> None:
     model = calibrated(Noting(), sound())
     assert carried_state(model, sound())[1] == ()
-    assert sets_attributes(model) and not sets_attributes(nn.Linear(2, 2))
+    assert sets_attributes(model)
+    assert not sets_attributes(nn.Linear(2, 2))
     assert torchq.deploy(model, sound(), target="onnxruntime").target == "onnxruntime"
 
 
@@ -335,7 +337,8 @@ def test_a_deployed_model_has_a_parameter_that_tells_type_and_device(
     deployed = torchq.deploy(model, image(), target=target, progress=False)
     (parameter,) = deployed.parameters()
     assert (parameter.dtype, parameter.device) == (torch.float32, image().device)
-    assert parameter.numel() == 0 and not parameter.requires_grad
+    assert parameter.numel() == 0
+    assert not parameter.requires_grad
     assert not any(PLACEHOLDER in key for key in deployed.state_dict())
     deployed.load_state_dict(deployed.state_dict())
     torch.optim.SGD(deployed.parameters(), 0.1).step()

@@ -159,9 +159,8 @@ def test_delegates(generator: torch.Generator) -> None:
     model = quantized(nn.Linear(3, 2), x=x)
     before = model(x)
     model[0].input_quantizer.delegate = lambda x, quantizer: x
-    assert torch.equal(model[0].input_quantizer(x), x) and not torch.equal(
-        model(x), before
-    )
+    assert torch.equal(model[0].input_quantizer(x), x)
+    assert not torch.equal(model(x), before)
     model[0].input_quantizer.delegate = None
     assert torch.equal(model(x), before)
 
@@ -226,9 +225,11 @@ def test_layers_are_those_of_integer_chips(
     layers = (nn.Conv2d(2, 3, 2, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(75, 4))
     model = quantized(*layers, x=x, input=descriptor)
     run = runner(model, x)
-    conv, linear = model[0], model[3]
+    conv = model[0]
+    linear = model[3]
     result = run.run(x, backend=fixed_point())
-    q_in, q_out = conv.input_quantizer, linear.input_quantizer
+    q_in = conv.input_quantizer
+    q_out = linear.input_quantizer
     z_in, z_out = (int(q.calculate_qparams()[1]) for q in (q_in, q_out))
     image = torch.tensor(codes(q_in(x), q_in)).view(x.shape) - z_in
     image = nn.functional.pad(image, [1, 1, 1, 1])
@@ -342,7 +343,8 @@ def test_quantizers_stay_calls_of_the_model(
     run = GraphRunner(trace(model, x).graph_module)
     before = run.run(x)
     model.second.input_quantizer.delegate = lambda x, quantizer: x * 0
-    assert not torch.equal(run.run(x), before) and torch.equal(run.run(x), model(x))
+    assert not torch.equal(run.run(x), before)
+    assert torch.equal(run.run(x), model(x))
 
 
 def test_operations_in_place_write_what_their_handlers_compute() -> None:
@@ -458,10 +460,8 @@ class Between(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = (
-            TensorQuantizer(AFFINE),
-            TensorQuantizer(QuantDescriptor()),
-        )
+        self.first = TensorQuantizer(AFFINE)
+        self.second = TensorQuantizer(QuantDescriptor())
         self.last = TensorQuantizer(AFFINE)
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:

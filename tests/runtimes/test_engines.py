@@ -106,7 +106,8 @@ def graph(request: pytest.FixtureRequest) -> tuple[EngineModule, nn.Module]:
     available(request.param)
     model = calibrated_detector(request.param.name)
     result = torchq.deploy(model, images(1))
-    assert isinstance(result, EngineModule) and result.target == request.param.name
+    assert isinstance(result, EngineModule)
+    assert result.target == request.param.name
     return result, model
 
 
@@ -228,7 +229,8 @@ def test_openvino_compiles_usual_shapes_for_themselves(
     deployed = torchq.deploy(model, images(1))
     one = (("image", (1, 3, 12, 12)),)
     # All after the first were for comparing other inputs and lengths, and are not kept.
-    assert compiled[0] == one and None in compiled
+    assert compiled[0] == one
+    assert None in compiled
     twin = copy.deepcopy(deployed)
     for module, expected in ((deployed, [None]), (twin, [None, one])):
         compiled.clear()
@@ -289,7 +291,9 @@ def test_the_number_of_threads_follows_torch(monkeypatch: pytest.MonkeyPatch) ->
         torch.set_num_threads(before)
     deployed(images(1))
     # Those between were for comparing other lengths.
-    assert seen[:2] == [before, before] and seen[-1] == 2 and seen.count(2) == 1
+    assert seen[:2] == [before, before]
+    assert seen[-1] == 2
+    assert seen.count(2) == 1
 
 
 @pytest.mark.slow
@@ -311,7 +315,8 @@ def test_opened_modules_keep_no_copy_of_their_file(engine: str) -> None:
         kept, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert kept < deployed.graph.numel() / 4 and most > deployed.graph.numel()
+    assert kept < deployed.graph.numel() / 4
+    assert most > deployed.graph.numel()
 
 
 @pytest.mark.slow

@@ -106,9 +106,8 @@ def test_a_wrong_result_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     report = deploy().report
     assert report.chosen == "torch quantized"
     problems = [c.problem for c in report.candidates if c.engine.name == "onnxruntime"]
-    assert len(problems) == 2 and all(
-        "has relative error" in problem for problem in problems
-    )
+    assert len(problems) == 2
+    assert all("has relative error" in problem for problem in problems)
 
 
 @pytest.mark.slow
@@ -179,9 +178,9 @@ def test_torch_runs_what_no_graph_can() -> None:
     torchq.quantize_(model)
     torchq.calibrate(model, [({"x": x},)], progress=False)
     deployed = torchq.deploy(model, ({"x": x},), target="fastest")
-    assert deployed.target == "torch" and deployed({"x": x}).shape == (2, 4)
+    assert deployed.target == "torch"
+    assert deployed({"x": x}).shape == (2, 4)
     found = deployed.report.candidates
     problems = [c.problem for c in found if isinstance(c.engine, OnnxRuntime)]
-    assert problems and all(
-        "'features' is a dict of tensors" in text for text in problems
-    )
+    assert problems
+    assert all("'features' is a dict of tensors" in text for text in problems)

@@ -65,7 +65,11 @@ def test_an_argument_that_is_left_out_has_its_default() -> None:
     """A graph with flag=True built in is not run for a call that means flag=False."""
     signature = signature_of(lambda x, flag=False: x, "x", flag=True)
     assert signature.bind((X, True), {}, CPU) == {"x": X}
-    for args, kwargs in (((X,), {}), ((), {"x": X}), ((X, False), {})):
+    for args, kwargs in (
+        ((X,), {}),
+        ((), {"x": X}),
+        ((X, False), {}),
+    ):
         with pytest.raises(
             InputError, match="'flag': got False; expected True, which is built into"
         ):

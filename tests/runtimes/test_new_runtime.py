@@ -177,8 +177,11 @@ def calibrated(target: str | Toy = "toy") -> nn.Sequential:
 def test_its_own_steps_make_its_plans() -> None:
     plan = torchq.plan(net(), target="toy", example=X)
     layer, last = (plan.decision(name) for name in ("0", "2"))
-    assert layer is not None and layer.one_scale and layer.weight.axis is None  # type: ignore[union-attr]
-    assert last is not None and (last.reason, last.by) == (
+    assert layer is not None
+    assert layer.one_scale
+    assert layer.weight.axis is None
+    assert last is not None
+    assert (last.reason, last.by) == (
         "toy has no kernel so narrow",
         "toy",
     )
@@ -194,15 +197,18 @@ def test_it_quantizes_operators_and_has_codes_of_its_own() -> None:
         Sums(), torchq.recipes.integer(unsigned="auto"), target="toy", example=x
     )
     (operator,) = plan.operator_rows()
-    assert operator.name == "quant_add" and operator.input is not None
+    assert operator.name == "quant_add"
+    assert operator.input is not None
     assert operator.input.unsigned is False  # the runtime has no unsigned codes
-    assert "toy" in torchq.targets() and "equal codes" in str(torchq.targets())
+    assert "toy" in torchq.targets()
+    assert "equal codes" in str(torchq.targets())
 
 
 def test_plans_and_files_keep_it_with_its_settings(tmp_path: Path) -> None:
     model = calibrated(Toy(wrong=True))
     plan = torchq.swap.plan_of(model)
-    assert plan.settings == {"wrong": True} and Plan.from_dict(plan.to_dict()) == plan
+    assert plan.settings == {"wrong": True}
+    assert Plan.from_dict(plan.to_dict()) == plan
     torchq.save(model, tmp_path / "model.pt")
     loaded = torchq.load(net(), tmp_path / "model.pt")
     assert planned_runtime(loaded) == Toy(wrong=True)
@@ -214,7 +220,8 @@ def test_plans_and_files_keep_it_with_its_settings(tmp_path: Path) -> None:
 def test_deploy_runs_its_files_and_compares_them() -> None:
     model = calibrated()
     deployed = torchq.deploy(model, X, progress=False)
-    assert isinstance(deployed, EngineModule) and deployed.target == "toy"
+    assert isinstance(deployed, EngineModule)
+    assert deployed.target == "toy"
     # Products are added as integers.
     assert torch.allclose(deployed(X), model(X), atol=1e-6)
     assert "all of it is a toy" in str(torchq.summary(deployed))

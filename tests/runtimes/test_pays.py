@@ -112,7 +112,8 @@ def test_float_is_an_answer_where_ranges_are_shared() -> None:
     plan = torchq.quantize_(
         model, target="onnxruntime", example=X, keep=keep, progress=False
     )
-    assert not plan.replaced and not plan.shared
+    assert not plan.replaced
+    assert not plan.shared
     assert torch.equal(model(X), expected)
 
 

@@ -248,7 +248,8 @@ def test_the_program_answers_whatever_happens(tmp_path: Path) -> None:
     program = [sys.executable, compiling.__file__, str(tmp_path / "job.json")]
     assert subprocess.run(program, capture_output=True, timeout=60).returncode == 0
     answer = json.loads((tmp_path / "answer").read_text())
-    assert answer["error"] and answer["unsupported"] == []
+    assert answer["error"]
+    assert answer["unsupported"] == []
 
 
 @pytest.fixture(scope="module")
@@ -405,7 +406,8 @@ def test_layers_of_the_emulator_that_get_equal_codes_compute_those_of_the_model(
         )
         assert report.ok, str(report)
         differ = [row for row in report.layers if row.differ]
-        assert differ and all(row.max_diff == 1 for row in differ)
+        assert differ
+        assert all(row.max_diff == 1 for row in differ)
 
 
 class Gated(nn.Module):
@@ -413,7 +415,8 @@ class Gated(nn.Module):
 
     def __init__(self, gate: nn.Module) -> None:
         super().__init__()
-        self.first, self.gate = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 1)
+        self.first = nn.Conv2d(3, 16, 3)
+        self.gate = nn.Conv2d(16, 16, 1)
         self.sigmoid = gate
         self.last = nn.Conv2d(16, 8, 1)
 
@@ -441,7 +444,8 @@ def test_a_sigmoid_of_16_bits_has_its_own_scale_where_it_is_looked_at(
     report = torchq.verify_onnx(model, path, [X], target="qnn", progress=False)
     assert report.ok, str(report)
     gates = [row for row in report.layers if row.elements == 2 * 16]
-    assert gates and all(row.max_diff < 100 for row in gates)
+    assert gates
+    assert all(row.max_diff < 100 for row in gates)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -469,7 +473,8 @@ def test_a_layer_of_the_emulator_that_computes_something_else_is_named(
     torchq.export_onnx(model, X, path, dynamo=False, progress=False)
     report = torchq.verify_onnx(model, path, [X], target=OtherScale(), progress=False)
     assert not report.ok
-    assert report.first is not None and report.first.layers == ("block",)
+    assert report.first is not None
+    assert report.first.layers == ("block",)
     assert sum(not row.ok for row in report.layers) == 1
 
 
@@ -498,9 +503,11 @@ def test_a_dump_of_the_emulator_is_read_and_its_first_fault_is_named(
     assert len(report.tensors) == len(names)
     wrong = {**dump, names[2]: dump[names[2]] // 2}
     first = torchq.verify_dump(model, wrong, X, share=0.5, steps=8).first
-    assert first is not None and first.source == names[2]
+    assert first is not None
+    assert first.source == names[2]
     for name, codes in dump.items():
         file = re.sub(r"\W", "_", name)
         (tmp_path / f"{file}.raw").write_bytes(codes.numpy().tobytes())
     folder = torchq.verify_dump(model, tmp_path, X, share=0.5, steps=8)
-    assert folder.ok and len(folder.tensors) == len(names)
+    assert folder.ok
+    assert len(folder.tensors) == len(names)

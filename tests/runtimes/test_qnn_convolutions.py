@@ -293,7 +293,8 @@ def test_means_that_lie_between_two_codes_have_a_bound_of_their_own(
     """The mean of four codes on one grid is a tie in one case of four."""
     path = tmp_path / "m.onnx"
     model = exported(nn.AvgPool2d(2), path, 8)
-    before, behind = model.inner.input_quantizer, model.last.input_quantizer
+    before = model.inner.input_quantizer
+    behind = model.last.input_quantizer
     behind.amax.copy_(before.amax * ratio)
     behind.amin.copy_(before.amin * ratio)
     torchq.export_onnx(model, X, path, dynamo=False, progress=False)

@@ -101,7 +101,8 @@ def test_all_that_reads_a_tensor_has_the_width_of_the_widest() -> None:
     assert bits["a"] == bits["b"] == bits["head"] == 8
     # One range, so that one QuantizeLinear reads the tensor.
     shared = [group for group in plan.shared if "c.input_quantizer" in group]
-    assert shared and any("quant_cat" in slot for slot in shared[0])
+    assert shared
+    assert any("quant_cat" in slot for slot in shared[0])
 
 
 @pytest.mark.parametrize("zero_point", [0, 1, 77, 128, 255])
@@ -143,7 +144,8 @@ def test_the_last_layers_of_a_detector_have_16_bits_where_nothing_is_float() -> 
     )
     chosen = torchq.plan(model, named, target="qnn", example=x)
     (row,) = (d for d in chosen.replaced if d.name == "boxes.0")
-    assert row.input is not None and "boxes or scores" not in row.note
+    assert row.input is not None
+    assert "boxes or scores" not in row.note
 
 
 def test_mixed_precision_pays_twice_for_inputs_of_16_bits() -> None:

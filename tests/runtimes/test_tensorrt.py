@@ -168,7 +168,8 @@ def images(size: int) -> tuple[Tensor]:
     return (torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0)),)
 
 
-IMAGES, LARGER = images(16), images(32)
+IMAGES = images(16)
+LARGER = images(32)
 WORDS = (torch.arange(12).reshape(2, 6), torch.tensor([[1] * 6, [1, 1, 1, 0, 0, 0]]))
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
     "residual": (Residual, IMAGES),
@@ -272,10 +273,12 @@ def test_what_bfloat16_files_store_gives_the_codes_of_the_model(
     torchq.calibrate(model, [example], correct=False, progress=False)
     options: dict[str, Any] = {"target": target, "dynamo": False, "opset": 22}
     torchq.export_onnx(model, example, path, progress=False, **options)
-    found, graph = check_file(path), load_model(path)
+    found = check_file(path)
+    graph = load_model(path)
     assert found.ok and found.precision == "bfloat16", str(found)
     kinds = {data_type(v).name for v in graph.graph.initializers.values()}
-    assert "BFLOAT16" in kinds and bool(found.kept) == (name == "language")
+    assert "BFLOAT16" in kinds
+    assert bool(found.kept) == (name == "language")
     save_model(widened(graph), path)
     proof = torchq.verify_onnx(model, path, [example], progress=False)
     assert proof.ok, proof.table()
@@ -303,9 +306,8 @@ def test_scales_are_numbers_of_the_type_in_plan_file_and_loaded_model(
     for name, node in nodes.items():
         scale = qparams_of(node).scale
         own = model.get_submodule(name).scale.flatten()
-        assert torch.equal(scale.flatten(), own) and torch.equal(
-            own.half().float(), own
-        )
+        assert torch.equal(scale.flatten(), own)
+        assert torch.equal(own.half().float(), own)
         assert value_of(node.inputs[1]).dtype is (
             torch.float32 if name == "0.input_quantizer" else torch.float16
         )
@@ -325,7 +327,8 @@ def test_learned_ranges_have_gradients_through_rounded_scales() -> None:
     torchq.qat.learn_ranges_(model)
     model(x).square().sum().backward()
     amax = model[0].input_quantizer.amax
-    assert amax.grad is not None and float(amax.grad.abs()) > 0
+    assert amax.grad is not None
+    assert float(amax.grad.abs()) > 0
     scale = model[0].input_quantizer.scale
     assert torch.equal(scale.half().float(), scale)
 
@@ -593,7 +596,8 @@ def test_float32_scales_and_typed_inputs(tmp_path: Path) -> None:
     written(model, X, path, TensorRt(typed_io=True))
     graph = load_model(path).graph
     assert {v.dtype.name for v in (*graph.inputs, *graph.outputs)} == {"FLOAT16"}
-    assert not nodes_of(load_model(path), "Cast") and check_file(path).ok
+    assert not nodes_of(load_model(path), "Cast")
+    assert check_file(path).ok
     assert (run_file(path, X.half())[0].float() - model(X)).abs().max() < 0.01
     with pytest.raises(
         ConfigError, match="got precision 'int8'; expected one of 'float16'"
@@ -627,10 +631,8 @@ def test_scales_of_a_model_for_no_target_are_rounded_with_a_warning(
         model, X, tmp_path / "m.onnx", target="tensorrt", dynamo=False
     )
     (text,) = [text for text in report.warnings if "float16 numbers" in text]
-    assert (
-        text.startswith("0.input_quantizer, ")
-        and "quantize_ with target='tensorrt'" in text
-    )
+    assert text.startswith("0.input_quantizer, ")
+    assert "quantize_ with target='tensorrt'" in text
     assert check_file(tmp_path / "m.onnx").ok
 
 
@@ -641,7 +643,8 @@ def test_deploy_runs_the_file_in_float32(monkeypatch: pytest.MonkeyPatch) -> Non
     torchq.quantize_(model, target="tensorrt", example=X)
     torchq.calibrate(model, [X], progress=False)
     deployed = torchq.deploy(model, X, target="tensorrt", progress=False)
-    assert deployed.target == "tensorrt" and deployed.settings.precision == "float32"
+    assert deployed.target == "tensorrt"
+    assert deployed.settings.precision == "float32"
     assert (deployed(X) - model(X)).abs().max() < 1e-2
 
 

@@ -73,10 +73,12 @@ def test_each_product_gets_codes_of_its_own(
 ) -> None:
     _, x, path = written
     graph = with_weights_apart(path)
-    assert graph is not None and len(shared_codes(path)) == 5
+    assert graph is not None
+    assert len(shared_codes(path)) == 5
     apart = tmp_path / "apart.onnx"
     apart.write_bytes(graph)
-    assert shared_codes(apart) == [] and with_weights_apart(apart) is None
+    assert shared_codes(apart) == []
+    assert with_weights_apart(apart) is None
     results = [Session(file, optimize=False).run({"x": x}) for file in (path, apart)]
     assert all(map(torch.equal, *results))
 

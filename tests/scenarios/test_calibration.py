@@ -18,7 +18,9 @@ from torchq.workflow import quantizers
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_s13_poisoned_batch_is_named_and_the_others_are_intact(value: float) -> None:
     """The head alone sees the bad number, because a hook puts it there."""
-    data, clean, model = image_batches(3), ConvNet(), ConvNet()
+    data = image_batches(3)
+    clean = ConvNet()
+    model = ConvNet()
     model.load_state_dict(clean.state_dict())
     calls = []
 
@@ -63,12 +65,15 @@ def test_s14_dead_channel_dead_activation_and_tiny_channel(
         torchq.calibrate(model, [x], progress=False, force=True)
         y = model(x.requires_grad_())
         y.square().sum().backward()
-        assert bool(y.isfinite().all()) and bool((y[:, 1] == 0).all())
+        assert bool(y.isfinite().all())
+        assert bool((y[:, 1] == 0).all())
         for tensor in (x.grad, layer.weight.grad):
-            assert tensor is not None and bool(tensor.isfinite().all())
+            assert tensor is not None
+            assert bool(tensor.isfinite().all())
         for q in quantizers(model).values():
             if q.calibrated:
-                assert bool((q.scale > 0).all()) and bool(q.scale.isfinite().all())
+                assert bool((q.scale > 0).all())
+                assert bool(q.scale.isfinite().all())
 
 
 def test_s15_calibrated_in_inference_mode_then_trained() -> None:

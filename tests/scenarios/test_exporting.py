@@ -110,7 +110,8 @@ def test_s35_a_model_in_training_is_exported_in_eval_mode(
 ) -> None:
     wrapped = nn.DataParallel(joined.train())
     torchq.export_onnx(wrapped, X, tmp_path / "m.onnx", dynamo=False)
-    assert joined.training and all(p.requires_grad for p in joined.parameters())
+    assert joined.training
+    assert all(p.requires_grad for p in joined.parameters())
     path = str(tmp_path / "m.pt")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that its TorchScript is old.

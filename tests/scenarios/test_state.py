@@ -107,9 +107,8 @@ def test_s22_gpu(device: torch.device) -> None:
     twin = fresh().to(device)
     twin.load_state_dict({k: v.cpu() for k, v in model.state_dict().items()})
     x = image_batches()[0].to(device)
-    assert twin(x).device.type == device.type and all(
-        q.amax.device.type == device.type for q in quantizers(twin).values()
-    )
+    assert twin(x).device.type == device.type
+    assert all(q.amax.device.type == device.type for q in quantizers(twin).values())
     assert isinstance(nn.Sequential(twin).to(device)(x), Tensor)
 
 

@@ -54,7 +54,8 @@ def test_s05_shared_module_and_tied_weights() -> None:
             super().__init__()
             self.shared = Linear(4, 4)
             self.alias = self.shared
-            self.l1, self.l2 = Linear(4, 4), Linear(4, 4)
+            self.l1 = Linear(4, 4)
+            self.l2 = Linear(4, 4)
             self.l2.weight = self.l1.weight
 
         def forward(self, x: Tensor) -> Tensor:
@@ -63,7 +64,8 @@ def test_s05_shared_module_and_tied_weights() -> None:
     model = Tied()
     plain = model.state_dict()
     report = torchq.quantize_(model)
-    assert model.shared is model.alias and type(model.shared) is QuantLinear
+    assert model.shared is model.alias
+    assert type(model.shared) is QuantLinear
     assert [d.names for d in report.replaced] == [("shared", "alias"), ("l1",), ("l2",)]
     assert model.l1.weight is model.l2.weight
     x = torch.randn(3, 4)
@@ -72,7 +74,8 @@ def test_s05_shared_module_and_tied_weights() -> None:
     twin = Tied()
     torchq.quantize_(twin)
     twin.load_state_dict(model.state_dict(), strict=True)
-    assert torch.equal(twin(x), model(x)) and twin.l1.weight is twin.l2.weight
+    assert torch.equal(twin(x), model(x))
+    assert twin.l1.weight is twin.l2.weight
     twin.load_state_dict(plain, strict=True)  # a float checkpoint too
 
 
@@ -83,7 +86,8 @@ def test_s06_subclass_weight_norm_and_attention() -> None:
     normed = nn.utils.weight_norm(Conv2d(3, 3, 3))
     model = nn.Sequential(SamePadConv2d(3, 3, 3), normed)
     (without_example,) = torchq.plan(model).skipped
-    assert without_example.name == "0" and "example" in without_example.reason
+    assert without_example.name == "0"
+    assert "example" in without_example.reason
     report = torchq.quantize_(model, example=x)
     assert report.skipped == ()
     assert [(d.name, bool(d.calls)) for d in report.replaced] == [

@@ -46,7 +46,8 @@ def test_s24_autocast_trains(recipe: str) -> None:
         with torch.autocast(device, dtype):
             y = model(x)
             loss = y.float().square().mean()
-        assert y.dtype is dtype and bool(loss.isfinite())
+        assert y.dtype is dtype
+        assert bool(loss.isfinite())
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -82,7 +83,8 @@ def assert_compiled_trains_equally(model: nn.Module, x: Tensor) -> None:
         model, x, torch.compile(model, fullgraph=True, backend="aot_eager")
     )  # type: ignore[arg-type]
     torch.testing.assert_close(compiled_y, y, rtol=1e-9, atol=1e-12)
-    assert grads.keys() == compiled_grads.keys() and len(grads) > 0
+    assert grads.keys() == compiled_grads.keys()
+    assert len(grads) > 0
     for name, grad in grads.items():
         torch.testing.assert_close(
             compiled_grads[name],

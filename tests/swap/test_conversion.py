@@ -36,7 +36,8 @@ def check(
     """Convert a copy, compare it on two inputs, and return it."""
     plain = copy.deepcopy(model.eval())
     torchq.quantize_(model, target=target, example=example, progress=False)
-    assert is_equal(model, plain, X) and is_equal(model, plain, OTHER)
+    assert is_equal(model, plain, X)
+    assert is_equal(model, plain, OTHER)
     return model
 
 
@@ -141,7 +142,8 @@ def test_an_example_that_the_forward_changes_stays_as_it_is() -> None:
             x.sub_(0.5).div_(0.25)
             return super().forward(x)
 
-    model, example = Normalised().eval(), X.clone()
+    model = Normalised().eval()
+    example = X.clone()
     torchq.plan(model, target="onnxruntime", example=example)
     torchq.quantize_(
         model, target="onnxruntime", example={"x": example}, progress=False
@@ -244,7 +246,8 @@ def test_a_container_with_operators_counts_and_gives_its_own_children() -> None:
             return self.c(sum(layer(h) for layer in self.block))
 
     block = check(Net()).block
-    assert isinstance(block.quant_add, torchq.nn.QuantAdd) and len(block) == 2
+    assert isinstance(block.quant_add, torchq.nn.QuantAdd)
+    assert len(block) == 2
 
 
 def test_one_weight_in_two_calls() -> None:
@@ -339,7 +342,8 @@ def test_a_forward_that_asks_for_a_type_is_refused_and_nothing_changes(
     ):
         torchq.quantize_(model, target="onnxruntime", example=X, progress=False)
     assert {name: type(module) for name, module in model.named_modules()} == before
-    assert list(model.state_dict()) == keys and plan_of(model).decisions == ()
+    assert list(model.state_dict()) == keys
+    assert plan_of(model).decisions == ()
 
 
 def test_the_advice_of_a_refusal_works() -> None:
@@ -400,10 +404,12 @@ class Noisy(Base):
 
 def test_random_numbers_of_torch_and_python_are_the_same_in_both_runs() -> None:
     model = Noisy().eval()
-    state, python = torch.get_rng_state(), random.getstate()
+    state = torch.get_rng_state()
+    python = random.getstate()
     report = torchq.quantize_(model, target="onnxruntime", example=X, progress=False)
     assert report.check == "equal"
-    assert torch.equal(torch.get_rng_state(), state) and random.getstate() == python
+    assert torch.equal(torch.get_rng_state(), state)
+    assert random.getstate() == python
 
 
 # --- a damaged conversion is seen -----------------------------------------------------------------
@@ -428,7 +434,8 @@ def test_a_damaged_conversion_is_refused(
     monkeypatch.setattr(torchq.nn.QuantAdd, "forward", DAMAGES[name])
     with pytest.raises(QuantizationError, match="quant_add stands for an operator"):
         torchq.quantize_(model, target="onnxruntime", example=X, progress=False)
-    assert type(model) is Base and not hasattr(model, "quant_add")
+    assert type(model) is Base
+    assert not hasattr(model, "quant_add")
 
 
 def test_a_layer_that_is_converted_wrongly_is_named(
@@ -531,7 +538,8 @@ def test_restore_with_an_example_compares(
         assert isinstance(model.quant_add, torchq.nn.QuantAdd)
     assert torchq.restore_(model, X)
     plain.load_state_dict(model.state_dict())
-    assert type(model) is Base and torch.equal(model(X), plain(X))
+    assert type(model) is Base
+    assert torch.equal(model(X), plain(X))
 
 
 # --- what else is reported ------------------------------------------------------------------------
@@ -545,13 +553,18 @@ def test_the_plan_does_not_depend_on_the_number_of_samples() -> None:
 
     def planned(x: Tensor) -> Any:
         torch.manual_seed(0)
-        layers = (nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 8, 3))
+        layers = (
+            nn.Conv2d(3, 16, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(16, 8, 3),
+        )
         return torchq.plan(Stem(*layers).eval(), target="onnxruntime", example=x)
 
     x = torch.rand(1, 3, 50, 50)
     one = planned(x)
     two = planned(torch.cat([x, x]))
-    assert one.decisions == two.decisions and not one.skipped
+    assert one.decisions == two.decisions
+    assert not one.skipped
 
 
 def test_planning_in_inference_mode_makes_what_can_be_trained() -> None:
@@ -562,7 +575,8 @@ def test_planning_in_inference_mode_makes_what_can_be_trained() -> None:
         torchq.quantize_(model, example=torch.ones(2, 3, 8, 8), progress=False)
     torchq.calibrate(model, [X], progress=False)
     found = model[0].input_quantizer
-    assert found.calibrated and not found.amax.is_inference()
+    assert found.calibrated
+    assert not found.amax.is_inference()
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")
@@ -580,7 +594,8 @@ def test_a_scripted_part_stays_as_it_is() -> None:
     x = torch.rand(2, 8)
     plain = copy.deepcopy(model)
     report = torchq.quantize_(model, target="onnxruntime", example=x, progress=False)
-    assert [d.name for d in report.replaced] == ["first"] and is_equal(model, plain, x)
+    assert [d.name for d in report.replaced] == ["first"]
+    assert is_equal(model, plain, x)
 
 
 def test_complex_weights_stay_float() -> None:

@@ -37,7 +37,9 @@ class Net(Base):
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(4, 4, 1)
-        self.gain, self.rounds, self.calls = 1.0, 2, 0
+        self.gain = 1.0
+        self.rounds = 2
+        self.calls = 0
         self.options = {"negate": False}
         self.last: Any = None
 
@@ -218,7 +220,8 @@ def test_arguments_that_are_none_by_default_may_be_given(example: Any) -> None:
     with torchq.disabled(model):
         low, high = torch.aminmax(model.down(X))
     found = model.block.quant_add.other_quantizer
-    assert found.amin.equal(low) and found.amax.equal(high)
+    assert found.amin.equal(low)
+    assert found.amax.equal(high)
 
 
 class Checkpointed(OneConv):
@@ -351,7 +354,8 @@ def convolve(x: Tensor, weight: Tensor) -> Tensor:
     return F.conv2d(x, weight)
 
 
-known_keywords, two_arguments = of_some_keywords(convolve), of_two_arguments(convolve)
+known_keywords = of_some_keywords(convolve)
+two_arguments = of_two_arguments(convolve)
 all_keywords = torch.autocast("cpu", enabled=False)(convolve)
 
 

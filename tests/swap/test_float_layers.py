@@ -50,4 +50,5 @@ def test_layers_that_are_faster_in_float_stay_float(
     assert {n for n, m in layers.items() if not isinstance(m, QuantModule)} == expected
     for name in expected:
         why = {d.name: d.reason for d in report.skipped}[name]
-        assert why.startswith("onnxruntime runs") and why.endswith("faster in float")
+        assert why.startswith("onnxruntime runs")
+        assert why.endswith("faster in float")

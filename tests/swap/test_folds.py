@@ -78,7 +78,11 @@ class WithActivation(nn.BatchNorm2d):
 
 
 def activated() -> nn.Sequential:
-    layers = [nn.Conv2d(3, 8, 3), WithActivation(8, nn.SiLU()), nn.Conv2d(8, 8, 3)]
+    layers = [
+        nn.Conv2d(3, 8, 3),
+        WithActivation(8, nn.SiLU()),
+        nn.Conv2d(8, 8, 3),
+    ]
     return nn.Sequential(*layers, WithActivation(8, nn.ReLU()), nn.Conv2d(8, 4, 1))
 
 
@@ -113,22 +117,22 @@ def test_the_quantizer_of_a_result_stands_behind_the_norm_until_the_fold() -> No
     model = randomized(Net())
     plan = torchq.quantize_(model, target="onnxruntime", example=X, progress=False)
     layer = plan.decision("conv1")
-    assert plan.decision("norm1").output is not None and layer.output is None
+    assert plan.decision("norm1").output is not None
+    assert layer.output is None
     assert plan.decision("norm0") is None  # the addition and the next layer quantize it
     assert "until it is folded into conv1" in str(plan.decision("norm1"))
-    assert layer.awaits_fold and layer.rounded_by == "norm1.output_quantizer"
-    assert (
-        model.conv1.bias_format == "" and "results behind BatchNorm" in plan.verdict()
-    )
+    assert layer.awaits_fold
+    assert layer.rounded_by == "norm1.output_quantizer"
+    assert model.conv1.bias_format == ""
+    assert "results behind BatchNorm" in plan.verdict()
     assert "bias int32 once folded" in str(layer)
     torchq.calibrate(model, [X], correct=False, progress=False)
     quantizer = model.norm1.output_quantizer
     amax = quantizer.amax.clone()
     report = torchq.fuse_(model, X, progress=False)
     assert report.refused == ()
-    assert model.conv1.output_quantizer is quantizer and torch.equal(
-        quantizer.amax, amax
-    )
+    assert model.conv1.output_quantizer is quantizer
+    assert torch.equal(quantizer.amax, amax)
     assert quantizer.name == "conv1.output_quantizer"
     assert type(model.norm1) is nn.Identity
     assert (model.conv1.bias_format, model.conv1.rounded_by) == (
@@ -136,7 +140,8 @@ def test_the_quantizer_of_a_result_stands_behind_the_norm_until_the_fold() -> No
         quantizer.name,
     )
     after = plan_of(model).decision("conv1")
-    assert after.by == layer.by and after.output is not None
+    assert after.by == layer.by
+    assert after.output is not None
 
 
 def test_training_trains_with_that_quantizer() -> None:
@@ -204,7 +209,8 @@ def test_weights_with_one_scale_for_good_refuse_a_norm_and_say_so() -> None:
     )
     model.append(nn.Conv2d(4, 4, 1))
     plan = torchq.quantize_(model, target="tensorrt", example=X, progress=False)
-    assert plan.decision("0").one_scale and not plan.decision("3").one_scale
+    assert plan.decision("0").one_scale
+    assert not plan.decision("3").one_scale
     torchq.calibrate(model, [X], correct=False, progress=False)
     assert "as its target takes no more" in torchq.fuse_(
         model, X, progress=False
@@ -288,7 +294,9 @@ def test_averaged_models_fold_as_well() -> None:
             parameter += 0.01
     average.update_parameters(model)
     report = torchq.fuse_(average.module.eval(), X, progress=False)
-    assert report.applied and len(report.fused) == 6 and report.refused == ()
+    assert report.applied
+    assert len(report.fused) == 6
+    assert report.refused == ()
     assert sum(fusion.changed for fusion in report.fused) == 0
 
 
@@ -318,9 +326,8 @@ def test_norms_that_were_frozen_first_are_planned_and_fold() -> None:
     model = randomized(Net())
     torchq.qat.freeze_bn_(model)
     plan = torchq.quantize_(model, target="onnxruntime", example=X, progress=False)
-    assert (
-        plan.decision("norm1").output is not None and not model.train().norm1.training
-    )
+    assert plan.decision("norm1").output is not None
+    assert not model.train().norm1.training
     torchq.calibrate(model, [X], correct=False, progress=False)
     assert len(torchq.fuse_(model, X, progress=False).fused) == 6
 
@@ -330,13 +337,16 @@ def test_frozen_norms_keep_their_quantizer() -> None:
     torchq.quantize_(model, target="onnxruntime", example=X, progress=False)
     torchq.calibrate(model, [X], correct=False, progress=False)
     frozen = torchq.qat.freeze_bn_(model)
-    assert len(frozen) == 6 and not model.train().norm1.training
+    assert len(frozen) == 6
+    assert not model.train().norm1.training
     copied = copy.deepcopy(model)
-    assert copied.norm1.quantizes_output and not copied.train().norm1.training
+    assert copied.norm1.quantizes_output
+    assert not copied.train().norm1.training
     assert (
         plan_of(model).decision("norm1").cls == "torch.nn.modules.batchnorm.BatchNorm2d"
     )
-    assert len(torchq.qat.unfreeze_bn_(copied)) == 6 and copied.norm1.training
+    assert len(torchq.qat.unfreeze_bn_(copied)) == 6
+    assert copied.norm1.training
     assert len(torchq.fuse_(model, X, progress=False).fused) == 6
 
 

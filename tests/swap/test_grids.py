@@ -51,7 +51,8 @@ def quantizer(model: nn.Module, path: str) -> TensorQuantizer:
 def test_what_may_be_negative_has_a_zero_point_and_the_rest_none(target: str) -> None:
     model = planned(target)
     plan = plan_of(model)
-    signed, proved = "first.input_quantizer", "second.input_quantizer"
+    signed = "first.input_quantizer"
+    proved = "second.input_quantizer"
     # In the others it shares the range of the concatenation.
     if target == "onnxruntime":
         assert plan.decision("second").unsigned == ("input",)
@@ -61,7 +62,8 @@ def test_what_may_be_negative_has_a_zero_point_and_the_rest_none(target: str) ->
         unsigned=True, symmetric=False
     )
     torchq.calibrate(model, [IMAGES], progress=False)
-    low, high = IMAGES.min(), IMAGES.max()
+    low = IMAGES.min()
+    high = IMAGES.max()
     assert (quantizer(model, signed).amin, quantizer(model, signed).amax) == (low, high)
     if target == "onnxruntime":
         assert quantizer(model, proved).qparams().zero_point == 0
@@ -73,7 +75,8 @@ def test_data_without_negatives_have_the_scale_of_unsigned_codes(method: str) ->
         TensorQuantizer(QuantDescriptor(unsigned=True, symmetric=False)) for _ in "ab"
     )
     proved.keep_unsigned()
-    assert proved.given_descriptor == free.given_descriptor and proved.amin is None
+    assert proved.given_descriptor == free.given_descriptor
+    assert proved.amin is None
     x = torch.randn(4096).relu()
     for q in (free, proved):
         q.start_calibration(method)
@@ -124,7 +127,8 @@ def test_symmetric_ranges_are_asked_for_by_name() -> None:
     model = planned("onnxruntime", torchq.recipes.int8(symmetric=True))
     torchq.calibrate(model, [IMAGES], progress=False)
     found = [q.descriptor for _, q in torchq.workflow.quantizers(model).items()]
-    assert all(d.symmetric for d in found) and {d.unsigned for d in found} == {
+    assert all(d.symmetric for d in found)
+    assert {d.unsigned for d in found} == {
         True,
         False,
     }

@@ -45,7 +45,8 @@ class Ssd(nn.Module):
         self.scores = nn.ModuleList([nn.Conv2d(8, 6, 3, 1, 1) for _ in range(3)])
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        boxes, scores = [], []
+        boxes = []
+        scores = []
         for b, s, m in zip(self.boxes, self.scores, self.levels(x), strict=True):
             boxes.append(b(m).permute(0, 2, 3, 1).reshape(x.shape[0], -1, 4))
             scores.append(s(m).permute(0, 2, 3, 1).reshape(x.shape[0], -1, 3))
@@ -173,11 +174,9 @@ def test_what_makes_boxes_of_maps_stays_float(
     # The last layers themselves are quantized, and their results are not.
     for name in last:
         decision = plan.decision(name)
-        assert (
-            decision is not None
-            and decision.weight is not None
-            and decision.output is None
-        )
+        assert decision is not None
+        assert decision.weight is not None
+        assert decision.output is None
     assert BY in plan.explain(next(d.name for d in plan.skipped if d.by == BY))
 
 
@@ -202,7 +201,8 @@ def test_a_rule_of_the_user_counts() -> None:
     assert "sums" not in in_float(Distances(), "openvino", rule)
     joined = Rule("quant_cat*", input=torchq.QuantDescriptor())
     found = in_float(Distances(), "openvino", joined)
-    assert found and not any(name.startswith("quant_cat") for name in found)
+    assert found
+    assert not any(name.startswith("quant_cat") for name in found)
 
 
 class Wide(nn.Module):
@@ -234,7 +234,8 @@ def test_last_bare_convolutions_of_a_detector_stay_float(
     assert "of the multiply-adds" in plan.explain(min(expected))
     # The layers in front of them run on integers still.
     downs = [d for d in plan.replaced if d.name.startswith("head.levels.downs")]
-    assert downs and all(d.weight is not None for d in downs if "Conv" in d.cls)
+    assert downs
+    assert all(d.weight is not None for d in downs if "Conv" in d.cls)
 
 
 def test_last_layers_that_are_no_small_part_are_quantized() -> None:

@@ -59,7 +59,8 @@ def test_calls_and_operators_of_one_forward_are_quantized() -> None:
     assert not [d for d in report.skipped if d.class_name == "MatMul"]
     model = quantized()
     block: Any = model.block
-    assert isinstance(block, RoutedModule) and len(block.torchq_calls) == 2
+    assert isinstance(block, RoutedModule)
+    assert len(block.torchq_calls) == 2
     before = model(X)
     for quantizer in (
         block.quant_matmul.other_quantizer,

@@ -81,7 +81,8 @@ def test_an_unsigned_result_is_that_of_the_relu() -> None:
     quantizer = model.gated.output_quantizer
     del model.gated.output_quantizer
     assert torch.equal(result, quantizer(model.gated(x).relu()))
-    assert bool((result == 0).any()) and not bool((result < 0).any())
+    assert bool((result == 0).any())
+    assert not bool((result < 0).any())
 
 
 def test_what_is_left_of_a_fused_norm_does_not_hide_the_relu() -> None:
@@ -185,7 +186,8 @@ class Padding(nn.Module):
         self.stem = nn.Conv2d(3, 8, 3)
         self.pad = pad
         self.last = nn.Conv2d(8, 4, 2)
-        self.options, self.other = options, other
+        self.options = options
+        self.other = other
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x).relu()
@@ -254,7 +256,9 @@ def test_readers_of_a_tensor_are_told_from_those_of_its_quantizer() -> None:
         PooledBeside(), target="onnxruntime", example=torch.randn(1, 3, 8, 8)
     )
     conv = plan.decision("conv")
-    assert conv is not None and conv.output is not None and conv.output.unsigned
+    assert conv is not None
+    assert conv.output is not None
+    assert conv.output.unsigned
 
 
 class Skip(nn.Module):

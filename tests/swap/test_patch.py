@@ -34,7 +34,8 @@ def test_modules_are_quantized_while_it_runs() -> None:
         inside = build()
     assert kinds(inside) == ["QuantConv2d", "QuantLinear", "QuantLinear"]
     assert kinds(build()) == ["Conv2d", "Linear", "Linear"]
-    assert nn.Conv2d is Conv2d and nn.Linear is Linear
+    assert nn.Conv2d is Conv2d
+    assert nn.Linear is Linear
 
 
 def test_as_a_handle() -> None:
@@ -44,7 +45,8 @@ def test_as_a_handle() -> None:
     finally:
         handle.restore()
     handle.restore()  # twice does no harm
-    assert isinstance(inside[0], QuantConv2d) and type(build()[0]) is Conv2d
+    assert isinstance(inside[0], QuantConv2d)
+    assert type(build()[0]) is Conv2d
 
 
 def test_after_an_exception() -> None:
@@ -99,7 +101,8 @@ def test_what_the_script_quantized_itself_stays() -> None:
     with torchq.patch():
         own = QuantLinear(2, 2, input_descriptor=QuantDescriptor(4))
         model = Sequential(own, Linear(2, 2))
-    assert model[0] is own and own.input_quantizer.descriptor.num_bits == 4
+    assert model[0] is own
+    assert own.input_quantizer.descriptor.num_bits == 4
     assert type(model[1]) is QuantLinear
 
 

@@ -14,7 +14,8 @@ from torchq import QuantConfig, QuantDescriptor, Rule
 from torchq.errors import ConfigError
 from torchq.swap.decisions import NOT_CALLED
 
-INT8, INT4 = QuantDescriptor(), QuantDescriptor(4)
+INT8 = QuantDescriptor()
+INT4 = QuantDescriptor(4)
 
 
 class Net(nn.Module):
@@ -198,10 +199,8 @@ def test_report_reads_well(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (
         len({line.index(word) for line, word in zip(lines, words, strict=False)}) == 1
     )
-    what, by = (
-        "input int8 per-tensor max, weight int8 axis=0 max",
-        "type:torch.nn.modules.",
-    )
+    what = "input int8 per-tensor max, weight int8 axis=0 max"
+    by = "type:torch.nn.modules."
     assert [re.split(r"  +", line) for line in lines] == [
         ["module", "type", "what", "by"],
         ["0", "Linear", what, f"{by}linear.Linear"],
@@ -243,7 +242,8 @@ def test_a_run_shows_what_is_not_called() -> None:
     notes = {d.name: d.note for d in plan.decisions if d.note}
     assert notes == {"aux": NOT_CALLED, "forgotten": NOT_CALLED}
     report = torchq.quantize_(Heads(), example=torch.ones(2, 4))
-    assert "not called in" in str(report) and not report.skipped
+    assert "not called in" in str(report)
+    assert not report.skipped
 
 
 # --- rules with a position -----------------------------------------------------------------------

@@ -39,7 +39,8 @@ def chain(factor: float, target: str = "onnxruntime") -> tuple[Chain, Tensor]:
 
 def test_very_different_ranges_are_separate() -> None:
     model, _ = chain(0.01)
-    assert isinstance(model.quant_cat, QuantCat) and model.quant_cat.ranges == 3
+    assert isinstance(model.quant_cat, QuantCat)
+    assert model.quant_cat.ranges == 3
     ranges = [float(model.quant_cat.quantizer_of(i).amax) for i in range(3)]
     assert ranges[0] > 20 * ranges[1]
     assert model.second.input_quantizer is model.quant_cat.quantizer_of(1)
@@ -116,7 +117,8 @@ def test_tensors_with_and_without_negative_values_are_separate(
     report = torchq.inspect_onnx(path)
     # The first convolution includes its ReLU, and the pooling reads its codes.
     assert report.counts["QLinearConv"] == 2
-    assert "Relu" not in report.counts and "FusedConv" not in report.counts
+    assert "Relu" not in report.counts
+    assert "FusedConv" not in report.counts
     assert torchq.verify_onnx(model, path, [x], progress=False).ok
 
 

@@ -24,7 +24,8 @@ def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_files_that_belong_together_are_replaced_together(tmp_path: Path) -> None:
-    model, data = tmp_path / "m.onnx", tmp_path / "m.onnx.data"
+    model = tmp_path / "m.onnx"
+    data = tmp_path / "m.onnx.data"
     data.write_bytes(b"old")
     data.chmod(0o600)
     with replacing(data, model) as (new_data, new_model):

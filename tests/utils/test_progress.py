@@ -45,9 +45,10 @@ def test_a_bar_shows_the_rate_and_the_time_left(
     on_a_terminal(monkeypatch)
     assert list(progress_bar([1, 2, 3], description="calibrate")) == [1, 2, 3]
     text = capsys.readouterr().err
-    assert (
-        "calibrate:" in text and "/3" in text and "batch/s" in text and "00:00<" in text
-    )
+    assert "calibrate:" in text
+    assert "/3" in text
+    assert "batch/s" in text
+    assert "00:00<" in text
     assert list(progress_bar(iter([1, 2]), description="x", enabled=False)) == [1, 2]
     assert capsys.readouterr().err == ""
 
@@ -60,7 +61,9 @@ def test_stages_are_shown_by_name(
         next_stage()
         next_stage()
     text = capsys.readouterr().err
-    assert "export: trace" in text and "export: write" in text and "2/2" in text
+    assert "export: trace" in text
+    assert "export: write" in text
+    assert "2/2" in text
     with progress_stages("export", ("trace", "write"), enabled=False) as next_stage:
         next_stage()
     assert capsys.readouterr().err == ""
@@ -80,7 +83,8 @@ class Recorder:
     shown: ClassVar[list[tuple[str, int | None]]] = []
 
     def __init__(self, items: Any = None, **options: Any) -> None:
-        self._items, self._options = items, options
+        self._items = items
+        self._options = options
         if options["disable"] is None and options.get("desc"):
             self.shown.append((options["desc"], options["total"]))
 

@@ -69,7 +69,12 @@ def snapshot(model: Any) -> list[Any]:
         model.cache.keys,
     ]
     numbers = [tensor.tolist() for tensor in (*tensors, model.fc.weight)]
-    state = [model.count, len(model.items), sorted(model.rows), list(model.queue)]
+    state = [
+        model.count,
+        len(model.items),
+        sorted(model.rows),
+        list(model.queue),
+    ]
     return [*numbers, *state, model.cache.count, hasattr(model, "new")]
 
 
@@ -83,7 +88,8 @@ def test_all_that_a_forward_keeps_is_put_back() -> None:
     with torch.no_grad(), state_kept(model):
         model(X)
         assert snapshot(model) != before
-    assert snapshot(model) == before and model.cache is cache
+    assert snapshot(model) == before
+    assert model.cache is cache
 
 
 def test_all_that_a_call_that_fails_kept_is_put_back() -> None:
@@ -120,7 +126,8 @@ def test_what_plans_and_converts_leaves_no_state(name: str) -> None:
     class Counts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.fc, self.cache = nn.Linear(4, 4), Cache()
+            self.fc = nn.Linear(4, 4)
+            self.cache = Cache()
             self.register_buffer("past", torch.zeros(2, 4))
 
         def forward(self, x: Tensor) -> Tensor:
@@ -131,15 +138,24 @@ def test_what_plans_and_converts_leaves_no_state(name: str) -> None:
 
     model = Counts().eval()
     CALLS[name](model)
-    assert model.cache.count == 0 and not model.past.any()
+    assert model.cache.count == 0
+    assert not model.past.any()
 
 
 def test_random_numbers_go_on_as_if_none_had_been_drawn() -> None:
     numpy = pytest.importorskip("numpy")
     state = RandomState.now()
     with random_kept():
-        first = (torch.rand(2).tolist(), random.random(), numpy.random.rand())
-    assert (torch.rand(2).tolist(), random.random(), numpy.random.rand()) == first
+        first = (
+            torch.rand(2).tolist(),
+            random.random(),
+            numpy.random.rand(),
+        )
+    assert (
+        torch.rand(2).tolist(),
+        random.random(),
+        numpy.random.rand(),
+    ) == first
     state.restore()
     assert torch.rand(2).tolist() == first[0]
 
@@ -165,7 +181,8 @@ def test_operations_are_counted_where_a_parameter_is_handed_on() -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.token, self.inner = nn.Parameter(torch.zeros(1, 1, 4)), Inner()
+            self.token = nn.Parameter(torch.zeros(1, 1, 4))
+            self.inner = Inner()
             self.fc = nn.Linear(4, 2)
 
         def forward(self, x: Tensor) -> Tensor:

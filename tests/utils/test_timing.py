@@ -20,6 +20,7 @@ def test_a_budget_ends_the_rounds_but_the_least_ones() -> None:
         for budget in (0.0, 9.0, 100.0)
     }
     assert [len(both["b"].seconds) for both in found.values()] == [3, 5, 9]
-    assert found[100.0]["a"].median == 1.0 and found[100.0]["a"].calls == 1
+    assert found[100.0]["a"].median == 1.0
+    assert found[100.0]["a"].calls == 1
     assert gc.isenabled()
     assert not all(collected[-2:])  # none in the middle of a sample

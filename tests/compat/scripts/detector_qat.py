@@ -159,7 +159,8 @@ class Model(nn.Module):
         up = wrappers.ConvTranspose2d(8, 4, 2, 2)
         self.model = nn.Sequential(Conv(3, 8, 3, 2), C3(8), SPP(8), up)
         self.lidar = SparseConvolution(2, 2)
-        self.cat, self.add = QuantConcat(), QuantAdd()
+        self.cat = QuantConcat()
+        self.add = QuantAdd()
         self.fuser = nn.Conv2d(8, 8, 3, padding=1)
         self.head = nn.Conv2d(8, 6, 1)
 

@@ -50,7 +50,8 @@ def write(name, symbol, values):
     arg_shapes, _, aux_shapes = symbol.infer_shape()
     named = dict(zip(symbol.list_arguments(), arg_shapes, strict=True))
     inputs = {n for n in named if n in shapes and n not in STORED}
-    arrays, aux = {}, {}
+    arrays = {}
+    aux = {}
     for n, shape in named.items():
         value = values.get(n, np.random.randn(*shape) * (1 if n in inputs else 0.5))
         arrays[n] = mx.nd.array(value.astype("f"))

@@ -24,7 +24,8 @@ class BNAndPad(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out = self.bn(x)
         if self.pad_pixels:
-            p, bn = self.pad_pixels, self.bn
+            p = self.pad_pixels
+            bn = self.bn
             scale = bn.weight / torch.sqrt(bn.running_var + bn.eps)
             value = (bn.bias - bn.running_mean * scale).view(1, -1, 1, 1)
             out = F.pad(out, [p] * 4)
@@ -198,7 +199,8 @@ class VanillaBlock(nn.Module):
         self.deploy = False
         self.conv1 = nn.Sequential(nn.Conv2d(cin, cin, 1), nn.BatchNorm2d(cin))
         self.conv2 = nn.Sequential(nn.Conv2d(cin, cout, 1), nn.BatchNorm2d(cout))
-        self.pool, self.act = nn.MaxPool2d(2), VanillaActivation(cout)
+        self.pool = nn.MaxPool2d(2)
+        self.act = VanillaActivation(cout)
 
     def forward(self, x: Tensor) -> Tensor:
         x = (
@@ -214,7 +216,8 @@ class VanillaNet(nn.Module):
         super().__init__()
         first = dims[0]
         last = dims[-1]
-        self.act_learn, self.deploy = 1.0, False
+        self.act_learn = 1.0
+        self.deploy = False
         self.stem1 = nn.Sequential(
             nn.Conv2d(3, first, 4, stride=4), nn.BatchNorm2d(first)
         )

@@ -29,7 +29,8 @@ class MobileOne(nn.Module):
     ) -> None:
         super().__init__()
         self.inference_mode = False
-        self.se, self.activation = SE(cout), nn.GELU()
+        self.se = SE(cout)
+        self.activation = nn.GELU()
         self.rbr_skip = nn.BatchNorm2d(cin) if cin == cout and stride == 1 else None
         self.rbr_conv = nn.ModuleList(
             conv_bn(cin, cout, k, stride, k // 2, groups) for _ in range(branches)
@@ -102,7 +103,8 @@ class TimmMobileOne(nn.Module):
             ConvNormAct(cin, cout, 3, stride, groups) for _ in range(3)
         )
         self.conv_scale = ConvNormAct(cin, cout, 1, stride, groups)
-        self.drop_path, self.act = DropPath(), nn.ReLU()
+        self.drop_path = DropPath()
+        self.act = nn.ReLU()
         setattr(self, "se" if se else "attn", se or nn.Identity())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -124,7 +126,8 @@ class TimmLargeKernel(nn.Module):
         self.reparam_conv = None
         self.large_conv = ConvNormAct(c, c, 7, 1, c)
         self.small_conv = ConvNormAct(c, c, 3, 1, c)
-        self.se, self.act = SE(c), nn.GELU()
+        self.se = SE(c)
+        self.act = nn.GELU()
 
     def forward(self, x: Tensor) -> Tensor:
         if self.reparam_conv is not None:
@@ -167,15 +170,18 @@ class GhostV3(nn.Module):
     def __init__(self, cin: int, mid: int) -> None:
         super().__init__()
         self.infer_mode = False
-        self.primary_conv, self.cheap_operation = nn.Identity(), nn.Identity()
-        self.primary_rpr_skip, self.primary_rpr_scale = None, None
+        self.primary_conv = nn.Identity()
+        self.cheap_operation = nn.Identity()
+        self.primary_rpr_skip = None
+        self.primary_rpr_scale = None
         self.primary_rpr_conv = nn.ModuleList(conv_bn(cin, mid, 1) for _ in range(3))
         self.cheap_rpr_skip = nn.BatchNorm2d(mid)
         self.cheap_rpr_conv = nn.ModuleList(
             conv_bn(mid, mid, 3, 1, 1, mid) for _ in range(3)
         )
         self.cheap_rpr_scale = conv_bn(mid, mid, 1, groups=mid)
-        self.primary_activation, self.cheap_activation = nn.ReLU(), nn.ReLU()
+        self.primary_activation = nn.ReLU()
+        self.cheap_activation = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
         if self.infer_mode:
@@ -192,7 +198,8 @@ class GhostV3Bottleneck(nn.Module):
     def __init__(self, cin: int, mid: int) -> None:
         super().__init__()
         self.infer_mode = False
-        self.conv_dw, self.bn_dw = nn.Identity(), nn.Identity()
+        self.conv_dw = nn.Identity()
+        self.bn_dw = nn.Identity()
         self.ghost1 = GhostV3(cin, mid)
         self.ghost2 = GhostV3(2 * mid, mid)
         c = 2 * mid
@@ -249,7 +256,8 @@ class RepVGGDW(nn.Module):
 class Residual(nn.Module):
     def __init__(self, m: nn.Module, drop: float = 0.0) -> None:
         super().__init__()
-        self.m, self.drop = m, drop
+        self.m = m
+        self.drop = drop
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training and self.drop > 0:

@@ -49,7 +49,8 @@ class QARepVGG(nn.Module):
         self, cin: int, cout: int, stride: int = 1, groups: int = 1, avg: bool = False
     ) -> None:
         super().__init__()
-        self.nonlinearity, self.se = nn.ReLU(), nn.Identity()
+        self.nonlinearity = nn.ReLU()
+        self.se = nn.Identity()
         self.rbr_dense = conv_bn(cin, cout, 3, stride, 1, groups)
         self.rbr_1x1 = nn.Conv2d(cin, cout, 1, stride, groups=groups, bias=False)
         same = cin == cout and stride == 1
@@ -258,7 +259,8 @@ class MMPretrainBlock(nn.Module):
         self.branch_3x3 = conv_bn(cin, cout, 3, stride, 1, groups, bn="norm")
         self.branch_1x1 = conv_bn(cin, cout, 1, stride, 0, groups, bn="norm")
         self.branch_norm = nn.BatchNorm2d(cin) if cin == cout and stride == 1 else None
-        self.se_layer, self.act = SE(cout), nn.ReLU()
+        self.se_layer = SE(cout)
+        self.act = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
         if self.deploy:
@@ -276,7 +278,8 @@ class MMMobileOne(nn.Module):
         self.branch_conv_list = nn.ModuleList(branches)
         self.branch_scale = conv_bn(cin, cout, 1, groups=groups, bn="norm")
         self.branch_norm = nn.BatchNorm2d(cin)
-        self.se_layer, self.act = nn.Identity(), nn.ReLU()
+        self.se_layer = nn.Identity()
+        self.act = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
         if self.deploy:
@@ -313,7 +316,9 @@ class SuperGradientsBlock(nn.Module):
         return self.se(self.nonlinearity(self.post_bn(out)))
 
 
-RBR, BRANCH, YOLO_NAS = "rbr_reparam", "branch_reparam", "super-gradients-qarepvgg"
+RBR = "rbr_reparam"
+BRANCH = "branch_reparam"
+YOLO_NAS = "super-gradients-qarepvgg"
 CASES = {
     "repvgg": Case(lambda: RepVGGBlock(8, 8), "repvgg", RBR),
     "repvgg-stride": Case(lambda: RepVGGBlock(8, 12, stride=2), "repvgg", RBR),
