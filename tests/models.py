@@ -39,7 +39,10 @@ class StagedNet(nn.Module):
         self.norm = nn.BatchNorm2d(8)
         self.layer4 = nn.Module()
         self.layer4.conv = nn.Conv2d(8, 8, 3, padding=1)
-        self.layer4.downsample = nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8))
+        self.layer4.downsample = nn.Sequential(
+            nn.Conv2d(8, 8, 1),
+            nn.BatchNorm2d(8),
+        )
         self.head = nn.Sequential(nn.Linear(8, 2))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -48,7 +48,11 @@ def _same(shown: str, printed: str, tolerance: float) -> bool:
         return re.fullmatch(words, _NUMBER.sub("#", printed)) is not None
     if _NUMBER.sub("#", shown) != _NUMBER.sub("#", printed):
         return False
-    pairs = zip(_NUMBER.findall(shown), _NUMBER.findall(printed), strict=True)
+    pairs = zip(
+        _NUMBER.findall(shown),
+        _NUMBER.findall(printed),
+        strict=True,
+    )
     return all(_near(ours, theirs, tolerance) for ours, theirs in pairs)
 
 

@@ -81,7 +81,10 @@ class FloatSpec:
 
     def decode(self, code: int) -> float:
         """The value of ``code``: sign, exponent and mantissa from the highest bit down."""
-        exponent, mantissa = divmod(code % (self.num_codes // 2), 2**self.mantissa_bits)
+        exponent, mantissa = divmod(
+            code % (self.num_codes // 2),
+            2**self.mantissa_bits,
+        )
         sign = -1.0 if code >= self.num_codes // 2 else 1.0
         last_exponent = exponent == 2**self.exponent_bits - 1
         if last_exponent and self.specials == "ieee":

@@ -76,7 +76,10 @@ def test_config_round_trip() -> None:
 
 def test_with_rules_adds_at_the_end() -> None:
     config = torchq.recipes.int8()
-    longer = config.with_rules(Rule("head", skip=True), Rule("0", input=INT8))
+    longer = config.with_rules(
+        Rule("head", skip=True),
+        Rule("0", input=INT8),
+    )
     assert longer.rules[:-2] == config.rules
     assert [str(r) for r in longer.rules[-2:]] == [
         "head",

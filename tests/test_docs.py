@@ -109,7 +109,10 @@ def common() -> dict[str, Any]:
 
 def with_branches() -> dict[str, Any]:
     """Return the common names around a model of re-parameterised blocks."""
-    model = nn.Sequential(RepVGGBlock(3, 3), RepVGGBlock(3, 3))
+    model = nn.Sequential(
+        RepVGGBlock(3, 3),
+        RepVGGBlock(3, 3),
+    )
     return {**common(), "model": model.eval()}
 
 

@@ -180,5 +180,8 @@ def test_pickled_models_load_after_import_torchq_alone(tmp_path: Path) -> None:
     torch.save(models, tmp_path / "models.pt")
     with torch.no_grad():
         expected = [model(x).tolist() for model in models]
-    code = LOAD.format(path=str(tmp_path / "models.pt"), x=x.tolist())
+    code = LOAD.format(
+        path=str(tmp_path / "models.pt"),
+        x=x.tolist(),
+    )
     assert json.loads(run_code(code)) == expected

@@ -183,7 +183,10 @@ def test_the_versions_that_are_supported_are_those_of_the_metadata() -> None:
     table = supported()
     assert {name: oldest for name, (oldest, _) in table.items()} == bounds
     workflow = read(".github/workflows/ci.yml")
-    pythons = sorted(set(re.findall(r"3\.\d+", workflow)), key=lambda v: int(v[2:]))
+    pythons = sorted(
+        set(re.findall(r"3\.\d+", workflow)),
+        key=lambda v: int(v[2:]),
+    )
     assert table["Python"][1].split(", ") == pythons
     for name in ("torch", "torchvision"):
         assert f'"{name}=={table[name][0]}.*"' in read("Makefile")

@@ -114,7 +114,10 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(4, 4, 1)
-        self.pools = nn.Sequential(nn.AvgPool2d(2), nn.SiLU())
+        self.pools = nn.Sequential(
+            nn.AvgPool2d(2),
+            nn.SiLU(),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([self.pools(self.conv(x) + x), self.pools(x)], 1)

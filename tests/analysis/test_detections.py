@@ -65,7 +65,10 @@ def test_every_layout_gives_the_same_detections(layout: str) -> None:
     assert Detections().agreement(LAYOUTS[layout], image()).value == 1
 
 
-@pytest.mark.parametrize(("second", "agree"), [(0.59, True), (0.1, False)])
+@pytest.mark.parametrize(
+    ("second", "agree"),
+    [(0.59, True), (0.1, False)],
+)
 def test_which_of_two_nearly_equal_labels_is_the_best_is_no_error(
     second: float, agree: bool
 ) -> None:
@@ -142,7 +145,11 @@ def test_masks_count_by_their_overlap() -> None:
 
 def test_few_detections_are_a_warning_and_none_at_all_an_error() -> None:
     metric = Detections()
-    empty = image(BOXES[:0], SCORES[:0], LABELS[:0])
+    empty = image(
+        BOXES[:0],
+        SCORES[:0],
+        LABELS[:0],
+    )
     assert metric.value(metric.sums(empty, empty)) == 1
     assert metric.value(metric.sums(empty, image())) == 0
     with pytest.warns(
@@ -171,7 +178,12 @@ class Fixed(nn.Module):
 
 def test_sensitivity_and_tune_take_it_by_name() -> None:
     rows = head().transpose(1, 2).expand(6, -1, -1)
-    model = simulated(Fixed().eval(), [rows], torchq.recipes.int8(), correct=False)
+    model = simulated(
+        Fixed().eval(),
+        [rows],
+        torchq.recipes.int8(),
+        correct=False,
+    )
     report = torchq.sensitivity(model, [rows], "detections", progress=False)
     assert report.metric == "detections"
     assert report.reference == 1
@@ -180,7 +192,12 @@ def test_sensitivity_and_tune_take_it_by_name() -> None:
         == Detections().agreement(model(rows), head().expand(6, -1, -1)).value
     )
     with pytest.warns(UserWarning, match="detects 4 objects"):
-        torchq.sensitivity(model, [rows[:1]], Detections(), progress=False)
+        torchq.sensitivity(
+            model,
+            [rows[:1]],
+            Detections(),
+            progress=False,
+        )
     result = torchq.tune(
         Fixed().eval(), [rows], "detections", max_drop=0.2, progress=False
     )
@@ -189,7 +206,13 @@ def test_sensitivity_and_tune_take_it_by_name() -> None:
     assert result.metric > 0.8
     wrong = "tune: got metric 'sqn'; expected a function metric"
     with pytest.raises(ConfigError, match=wrong):
-        torchq.tune(Fixed(), [rows], "sqn", max_drop=0.2, progress=False)  # type: ignore[arg-type]
+        torchq.tune(
+            Fixed(),
+            [rows],
+            "sqn",
+            max_drop=0.2,
+            progress=False,
+        )  # type: ignore[arg-type]
 
 
 def test_wrong_arguments_and_other_batches_are_errors() -> None:

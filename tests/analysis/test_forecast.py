@@ -87,7 +87,11 @@ def test_operators_that_cost_time_are_named() -> None:
 
 def test_a_runtime_without_a_float_figure_gives_no_gain() -> None:
     failed = TimedFile(FLOAT, None, 0, "an operator is missing")
-    one = TargetForecast("torch", (failed, timed(INT8, 1)), share(1.0))
+    one = TargetForecast(
+        "torch",
+        (failed, timed(INT8, 1)),
+        share(1.0),
+    )
     assert one.verdict == "not measured: an operator is missing"
     assert not one.pays
 

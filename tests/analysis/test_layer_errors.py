@@ -73,13 +73,19 @@ def test_the_layer_where_the_error_is_born_is_told_from_those_that_pass_it_on() 
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("channels", "compared"), [(60, 5), (128, 4)])
+@pytest.mark.parametrize(
+    ("channels", "compared"),
+    [(60, 5), (128, 4)],
+)
 def test_large_outputs_are_compared_on_the_first_images(
     channels: int, compared: int
 ) -> None:
     """Expect about 2**18 elements of 1024 for each channel, and four images at least."""
     torch.manual_seed(2)
-    model = nn.Sequential(nn.Conv2d(2, channels, 1), nn.AdaptiveAvgPool2d(1))
+    model = nn.Sequential(
+        nn.Conv2d(2, channels, 1),
+        nn.AdaptiveAvgPool2d(1),
+    )
     images = torch.randn(7, 2, 32, 32)
     quantized(model, [images], bits=4)
     seen: list[int] = []
@@ -190,7 +196,10 @@ def test_layers_of_other_kinds_and_hand_placed_quantizers() -> None:
 
 
 def test_in_place_code_behind_a_layer_does_not_count_as_error() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
+    model = nn.Sequential(
+        nn.Linear(4, 4),
+        nn.ReLU(inplace=True),
+    )
     torchq.quantize_(model, torchq.recipes.integer(16, 16))
     batch = torch.randn(64, 4)
     torchq.calibrate(model, [batch], progress=False)

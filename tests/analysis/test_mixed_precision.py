@@ -53,7 +53,10 @@ def test_the_solution_is_the_best_of_all(seed: int) -> None:
     )
     damages[2][1] = math.inf
     rows = [torch.tensor(rows, dtype=torch.float64) for rows in (damages, bits, work)]
-    problem = Problem(rows[0], {"bits": rows[1], "work": rows[2]})
+    problem = Problem(
+        rows[0],
+        {"bits": rows[1], "work": rows[2]},
+    )
     budget = {"bits": 2.2, "work": 2.6}
     allowed = {}
     for choice in itertools.product(range(3), repeat=5):
@@ -244,6 +247,11 @@ def test_all_formats_are_judged_on_one_draw_of_random_numbers(metric: str) -> No
         "formats": [8, 4],
         "progress": False,
     }
-    torchq.mixed_precision(Noisy().eval(), [torch.ones(4, 8)], metric=metric, **options)
+    torchq.mixed_precision(
+        Noisy().eval(),
+        [torch.ones(4, 8)],
+        metric=metric,
+        **options,
+    )
     assert len(draws) > 4
     assert len(set(draws)) == 1

@@ -293,7 +293,10 @@ def test_a_comparison_holds_both() -> None:
 
 
 def test_models_without_classes_are_reported() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model = nn.Sequential(
+        nn.Linear(4, 4),
+        nn.Linear(4, 1),
+    )
     torchq.quantize_(model)
     batches = [torch.randn(16, 4)]
     torchq.calibrate(model, batches, progress=False)

@@ -55,7 +55,11 @@ def sequences(with_labels: bool = False) -> list[dict[str, Tensor]]:
 
 def quantized(batches: list[Any]) -> nn.Module:
     torch.manual_seed(3)
-    return simulated(Sequences().eval(), batches, torchq.recipes.integer(4, 4))
+    return simulated(
+        Sequences().eval(),
+        batches,
+        torchq.recipes.integer(4, 4),
+    )
 
 
 def test_a_loss_is_no_result() -> None:
@@ -178,7 +182,12 @@ def test_mixed_precision_names_what_is_wrong() -> None:
     with pytest.raises(
         CalibrationError, match=r"damage of NaN for 0 in w8a8; .*layer_errors"
     ):
-        torchq.mixed_precision(model, [x], budget={"mean_bits": 6}, progress=False)
+        torchq.mixed_precision(
+            model,
+            [x],
+            budget={"mean_bits": 6},
+            progress=False,
+        )
 
 
 def test_one_of_two_outputs_is_enough() -> None:
@@ -214,4 +223,9 @@ def test_deploy_takes_models_that_mask_scores_by_infinity() -> None:
     x = torch.randn(3, 8)
     simulated(model, [x], torchq.recipes.int8(reduce_range=True))
     int8 = torchq.deploy(model, x, progress=False)
-    torch.testing.assert_close(int8(x), model(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        int8(x),
+        model(x),
+        rtol=1e-5,
+        atol=1e-5,
+    )

@@ -166,7 +166,11 @@ def test_the_estimate_follows_layers_that_return_several_tensors() -> None:
         torch.randn(8, 5, 4, generator=torch.Generator().manual_seed(i))
         for i in range(2)
     ]
-    model = simulated(Heads().eval(), batches, torchq.recipes.integer(4, 4))
+    model = simulated(
+        Heads().eval(),
+        batches,
+        torchq.recipes.integer(4, 4),
+    )
     rows = torchq.sensitivity(model, batches, "fisher", progress=False).rows
     assert {row.name for row in rows} >= {"attention", "out"}
     assert all(row.value > 0 for row in rows)

@@ -62,7 +62,11 @@ def test_a_float_model(measure: Callable[..., Any]) -> None:
     with pytest.raises(
         ConfigError, match=r"has no quantizer.* expected a quantized model"
     ):
-        measure(nn.Sequential(nn.Linear(4, 3)), [X], progress=False)
+        measure(
+            nn.Sequential(nn.Linear(4, 3)),
+            [X],
+            progress=False,
+        )
 
 
 @measures
@@ -115,4 +119,9 @@ def test_a_folder_that_does_not_exist_is_found_before_the_work(tmp_path: Path) -
     with pytest.raises(
         ConfigError, match=r"the folder .*nowhere does not exist\. Create it"
     ):
-        torchq.report(quantized(), [1], tmp_path / "nowhere" / "r.json", forward=never)
+        torchq.report(
+            quantized(),
+            [1],
+            tmp_path / "nowhere" / "r.json",
+            forward=never,
+        )

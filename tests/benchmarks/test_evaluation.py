@@ -30,7 +30,10 @@ def test_outputs_of_a_settled_network_tell_images_apart() -> None:
     torch.manual_seed(0)
     model = Dull().eval()
     x = torch.randn(16, 3, 8, 8)
-    assert torch.equal(model(x)[0], model(x)[1])
+    assert torch.equal(
+        model(x)[0],
+        model(x)[1],
+    )
     settle_(model, [x])
     assert not torch.allclose(model(x)[0], model(x)[1], rtol=0.01)
     assert not model.norm.training

@@ -28,7 +28,11 @@ class Functional(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.linear(x, self.weight) @ self.weight
-        x = torch.addmm(x.new_zeros(4), x, 2 * self.weight)
+        x = torch.addmm(
+            x.new_zeros(4),
+            x,
+            2 * self.weight,
+        )
         return x @ x.t()
 
 

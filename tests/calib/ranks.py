@@ -131,7 +131,10 @@ def traffic_by_size(rank: int) -> dict[str, Any]:
 def refusals(rank: int) -> dict[str, Any]:
     """Return results for inference mode, for no calibrators, and the errors of bad calls."""
     with torch.inference_mode():
-        calibrator = with_data(Calibrator("histogram"), torch.ones(3) * (rank + 1))
+        calibrator = with_data(
+            Calibrator("histogram"),
+            torch.ones(3) * (rank + 1),
+        )
         sync([calibrator])
     nothing: list[Calibrator] = []
     sync(nothing)

@@ -85,8 +85,14 @@ def test_options_given_when_made_are_defaults(generator: torch.Generator) -> Non
         calibrator.range(percentile=90.0).high,
         plain.range("percentile", percentile=90.0).high,
     )
-    assert torch.equal(calibrator.range("mse").high, plain.range("mse").high)
-    assert torch.equal(plain.range().high, plain.range("entropy").high)
+    assert torch.equal(
+        calibrator.range("mse").high,
+        plain.range("mse").high,
+    )
+    assert torch.equal(
+        plain.range().high,
+        plain.range("entropy").high,
+    )
 
 
 def test_registry_lists_refuses_and_takes() -> None:

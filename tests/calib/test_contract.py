@@ -81,7 +81,10 @@ def test_axes_are_those_of_the_amax_shape(
         make = partial(Calibrator, method, format=INT8, granularity=PerAxis(axes))
         amax = found(make, x).high
         assert amax.shape == (1, 4, 2, 1)
-        assert torch.equal(amax[0, 3, 1, 0], found(alone, x[:, 3, 1]).high)
+        assert torch.equal(
+            amax[0, 3, 1, 0],
+            found(alone, x[:, 3, 1]).high,
+        )
 
 
 @pytest.mark.parametrize("method", methods())

@@ -32,7 +32,10 @@ def single_process(world: int, repeats: int) -> list[torch.Tensor | None]:
     return amaxes(calibrators)
 
 
-@pytest.mark.parametrize(("name", "repeats"), [("small", 1), ("large", 20)])
+@pytest.mark.parametrize(
+    ("name", "repeats"),
+    [("small", 1), ("large", 20)],
+)
 def test_every_rank_has_the_bits_of_one_process(
     results: Results, name: str, repeats: int
 ) -> None:

@@ -149,7 +149,10 @@ def test_percentile_interpolates_within_the_bin() -> None:
 def test_largest_is_exact() -> None:
     calibrator = Calibrator("entropy")
     calibrator.collect(torch.tensor([0.1, -0.7]))
-    assert torch.equal(largest(calibrator.histogram(), INT8), torch.tensor(0.7))
+    assert torch.equal(
+        largest(calibrator.histogram(), INT8),
+        torch.tensor(0.7),
+    )
 
 
 @pytest.mark.parametrize("estimator", [percentile, mse, entropy, largest])
@@ -161,7 +164,10 @@ def test_no_count_at_all_gives_the_largest_magnitude(estimator: object) -> None:
         (2, 1),
     )
     assert callable(estimator)
-    assert torch.equal(estimator(histogram, INT8), torch.tensor([[0.0], [3.0]]))
+    assert torch.equal(
+        estimator(histogram, INT8),
+        torch.tensor([[0.0], [3.0]]),
+    )
 
 
 @pytest.mark.parametrize("estimator", [mse, entropy])

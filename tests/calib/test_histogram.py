@@ -121,7 +121,13 @@ def test_the_device_path_adds_nothing_for_non_finite_data() -> None:
     x = torch.tensor([0.0, 1.0, float("nan"), float("inf"), -float("inf")]).view(
         1, 1, -1
     )
-    count_on_device_(counts, x, torch.ones(1), torch.tensor(False), True)
+    count_on_device_(
+        counts,
+        x,
+        torch.ones(1),
+        torch.tensor(False),
+        True,
+    )
     assert counts.count_nonzero() == 0
 
 
@@ -150,12 +156,18 @@ def test_large_and_strided_tensors_are_counted_whole(
 
 
 def test_memory_is_bounded() -> None:
-    observer = observed(torch.ones(1, 5000), granularity=PerAxis((1,)))
+    observer = observed(
+        torch.ones(1, 5000),
+        granularity=PerAxis((1,)),
+    )
     assert observer.counts.shape == (5000, 512)
     assert observer.counts.numel() <= MAX_COUNTS
     text = r"got 40000 groups; expected at most 32768 with 128 bins\. Use method='max'"
     with pytest.raises(ConfigError, match=text):
-        observed(torch.ones(1, 40000), granularity=PerAxis((1,)))
+        observed(
+            torch.ones(1, 40000),
+            granularity=PerAxis((1,)),
+        )
 
 
 def test_edges_are_multiples_of_the_width() -> None:

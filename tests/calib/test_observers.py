@@ -37,11 +37,18 @@ def test_calibration_names_the_quantizer(method: str) -> None:
     assert len(caught) == 1
 
 
-@pytest.mark.parametrize(("unsigned", "shift"), [(True, 0.0), (False, 0.5)])
+@pytest.mark.parametrize(
+    ("unsigned", "shift"),
+    [(True, 0.0), (False, 0.5)],
+)
 def test_nothing_is_said_where_nothing_is_lost(unsigned: bool, shift: float) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        torchq.calibrate(model(unsigned), [torch.rand(3, 4) - shift], progress=False)
+        torchq.calibrate(
+            model(unsigned),
+            [torch.rand(3, 4) - shift],
+            progress=False,
+        )
     assert not caught
 
 

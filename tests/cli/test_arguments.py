@@ -146,7 +146,11 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("line", "text"), REFUSALS, ids=[line for line, _ in REFUSALS])
+@pytest.mark.parametrize(
+    ("line", "text"),
+    REFUSALS,
+    ids=[line for line, _ in REFUSALS],
+)
 def test_what_cannot_work_is_refused_first(
     refused: Refused, files: None, line: str, text: str
 ) -> None:

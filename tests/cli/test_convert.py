@@ -32,7 +32,10 @@ def test_a_file_becomes_a_program(
         model = torchq.from_caffe(
             FILES / name, FILES / "caffe_files/classifier.caffemodel"
         )
-    torch.testing.assert_close(torch.export.load(target).module()(x), model(x))
+    torch.testing.assert_close(
+        torch.export.load(target).module()(x),
+        model(x),
+    )
 
 
 def test_the_shape_of_an_input_may_be_given(tmp_path: Path) -> None:

@@ -42,7 +42,11 @@ def write(
     """Write a convolution, a Reshape to ``flat`` and a matrix product, and return the name."""
     w = Writer(17, seed=1)
     images = [w.input(f"x{number}", shape) for number in range(inputs)]
-    y = w.node("Conv", images[0], w.random(4, shape[1], 3, 3, scale=1.0))
+    y = w.node(
+        "Conv",
+        images[0],
+        w.random(4, shape[1], 3, 3, scale=1.0),
+    )
     z = w.node("Add", y, images[1]) if inputs == 2 else w.node("Relu", y)
     v = w.node("Reshape", z, w.weight(torch.tensor(flat)))
     onnx.save(w.model(w.node("MatMul", v, w.random(FEATURES, 2, scale=0.02))), name)
@@ -94,7 +98,10 @@ def test_a_folder_is_read_in_the_shape_that_the_file_fixes(
 def test_other_commands_read_a_folder_so_too(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    name = write([1, 3, HEIGHT, WIDTH], [1, -1])
+    name = write(
+        [1, 3, HEIGHT, WIDTH],
+        [1, -1],
+    )
     options = ["--budget", "mean_bits=8"] if command == "plan" else []
     # 1: of the doctor.
     assert main([command, name, "--data", "photos", *options]) in (
@@ -108,7 +115,10 @@ def test_other_commands_read_a_folder_so_too(
 def test_another_size_than_that_of_the_file_is_refused(
     size: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    name = write(["N", 3, HEIGHT, WIDTH], [0, -1])
+    name = write(
+        ["N", 3, HEIGHT, WIDTH],
+        [0, -1],
+    )
     argv = ["quantize", name, "--data", "photos", "--save", "a.pt"]
     assert main([*argv, "--image-size", size]) == 2
     captured = capsys.readouterr()
@@ -121,7 +131,10 @@ def test_another_size_than_that_of_the_file_is_refused(
 def test_a_size_that_the_file_leaves_open_may_be_given(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    name = write(["N", 3, HEIGHT, "W"], [0, -1])
+    name = write(
+        ["N", 3, HEIGHT, "W"],
+        [0, -1],
+    )
     argv = ["quantize", name, "--data", "photos", "--export", "q.onnx", "--no-report"]
     assert main([*argv, "--image-size", f"{HEIGHT}x{WIDTH}"]) == 0
     assert shape_of("q.onnx") == ["batch", 3, HEIGHT, WIDTH]
@@ -149,12 +162,18 @@ def test_inputs_that_are_no_colour_images_are_refused(
 def test_a_folder_with_fewer_images_than_a_fixed_batch_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    name = write([16, 3, HEIGHT, WIDTH], [16, -1])
+    name = write(
+        [16, 3, HEIGHT, WIDTH],
+        [16, -1],
+    )
     assert main(["quantize", name, "--data", "photos"]) == 2
     assert "expected at least 16 images" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("height", "width"), [(16, 16), (8, 24), (24, 8)])
+@pytest.mark.parametrize(
+    ("height", "width"),
+    [(16, 16), (8, 24), (24, 8)],
+)
 def test_images_are_cut_from_the_centre_in_their_proportion(
     height: int, width: int
 ) -> None:
@@ -163,7 +182,12 @@ def test_images_are_cut_from_the_centre_in_their_proportion(
     picture = torch.zeros(40, 60, 3, dtype=torch.uint8)
     picture[:, 30:] = 255
     image.fromarray(picture.numpy()).save("halves/a.png")
-    images = Images(1, (height, width), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+    images = Images(
+        1,
+        (height, width),
+        (0.0, 0.0, 0.0),
+        (1.0, 1.0, 1.0),
+    )
     (batch,) = load_batches("halves", images)
     assert batch.shape == (1, 3, height, width)
     columns = batch.mean((0, 1, 2))
@@ -174,7 +198,12 @@ def test_images_are_cut_from_the_centre_in_their_proportion(
 def test_a_square_is_prepared_as_torchvision_does() -> None:
     from torchvision import transforms as T
 
-    images = Images(1, (16, 16), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+    images = Images(
+        1,
+        (16, 16),
+        (0.0, 0.0, 0.0),
+        (1.0, 1.0, 1.0),
+    )
     (first, *_) = load_batches("photos/cat", images)
     common = T.Compose([T.Resize(18), T.CenterCrop(16), T.ToTensor()])
     known = [common(image.open(f"photos/cat/{number}.png")) for number in range(5)]

@@ -143,7 +143,11 @@ def test_entropy_is_the_definition(
     calibrator.collect(x)
     counts = calibrator._calib_hist.clone()
     stops = range(start, 161, stride)
-    scores = divergences(counts.numpy(), 1 << (bits - 1 + unsigned), stops)
+    scores = divergences(
+        counts.numpy(),
+        1 << (bits - 1 + unsigned),
+        stops,
+    )
     least = min(scores) * (1 + 1e-12)
     best = max(
         stop for stop, score in zip(stops, scores, strict=True) if score <= least
@@ -174,7 +178,10 @@ def test_mse_is_the_definition(bits: Any, unsigned: bool) -> None:
             rounded = tensor_quant.fake_tensor_quant(centers, amax, bits, unsigned)
         return float((rounded - centers).double().square() @ counts)
 
-    best = min(range(128, 200, 5), key=lambda i: error(centers[i]))
+    best = min(
+        range(128, 200, 5),
+        key=lambda i: error(centers[i]),
+    )
     assert (
         calibrator.compute_amax("mse", start_bin=128, stride=5).item() == centers[best]
     )

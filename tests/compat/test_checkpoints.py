@@ -28,7 +28,12 @@ PER_CHANNEL = [torch.arange(1.0, 5.0), torch.arange(1.0, 5.0).reshape(4, 1, 1, 1
 
 
 def floats() -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(16, 2),
+    )
 
 
 def legacy_model() -> nn.Sequential:
@@ -71,7 +76,12 @@ def test_old_keys_load_strictly_in_both(
     x = torch.randn(2, 3, 4, 4)
     # q / (127 / amax) and q * (amax / 127) differ by a rounding, so a sum of 27 products may
     # differ by a few.
-    torch.testing.assert_close(legacy(x), core(x), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        legacy(x),
+        core(x),
+        rtol=1e-5,
+        atol=1e-6,
+    )
     assert list(state) == list(old_state(input_amax, weight_amax))
 
 
@@ -92,7 +102,12 @@ def test_checkpoints_of_networks_with_average_pools_load_by_the_shortest_way() -
     assert model.load_state_dict(legacy.state_dict(), strict=True) == ([], [])
     assert model[2].input_quantizer.amax == model[3].input_quantizer.amax == 2.0
     x = torch.tensor([[[[0.3, -1.7]]]])  # no tie between two codes
-    torch.testing.assert_close(legacy[2](x), model[2](x), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        legacy[2](x),
+        model[2](x),
+        rtol=1e-5,
+        atol=1e-6,
+    )
 
 
 def test_core_checkpoints_load_in_legacy_modules() -> None:
@@ -108,7 +123,12 @@ def test_core_checkpoints_load_in_legacy_modules() -> None:
     legacy = legacy_model()
     legacy.load_state_dict(core.state_dict(), strict=True)
     x = torch.randn(2, 3, 4, 4)
-    torch.testing.assert_close(legacy(x), core(x), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        legacy(x),
+        core(x),
+        rtol=1e-5,
+        atol=1e-6,
+    )
     fresh = legacy_model()
     fresh.load_state_dict(uncalibrated, strict=True)
     assert fresh[0].input_quantizer.amax is None

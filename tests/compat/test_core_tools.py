@@ -113,7 +113,12 @@ def test_saved_legacy_models_load_as_new_ones(tmp_path: Path) -> None:
     assert [type(m).__name__ for m in fresh] == names
     assert type(fresh[0]) is torchq.nn.QuantConv2d
     # q / (127 / amax) against q * (amax / 127): one rounding each.
-    torch.testing.assert_close(fresh(batch()), model(batch()), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        fresh(batch()),
+        model(batch()),
+        rtol=1e-5,
+        atol=1e-6,
+    )
 
 
 def test_freezing() -> None:
@@ -124,7 +129,10 @@ def test_freezing() -> None:
 
 
 def test_legacy_and_new_modules_in_one_model() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), quant_nn.QuantLinear(4, 4))
+    model = nn.Sequential(
+        nn.Linear(4, 4),
+        quant_nn.QuantLinear(4, 4),
+    )
     report = torchq.quantize_(model, include=["0"])
     assert [d.name for d in report.replaced] == ["0"]
     torchq.calibrate(model, [torch.randn(8, 4)], progress=False)
@@ -137,7 +145,12 @@ def test_export_and_verify(tmp_path: Path) -> None:
         pytest.importorskip(package)
     model = legacy_model().eval()
     torchq.calibrate(model, [batch()], progress=False)
-    torchq.export_onnx(model, (batch(),), tmp_path / "model.onnx", dynamo=True)
+    torchq.export_onnx(
+        model,
+        (batch(),),
+        tmp_path / "model.onnx",
+        dynamo=True,
+    )
     report = torchq.verify_onnx(model, tmp_path / "model.onnx", [batch()])
     assert report.ok
     assert ": 0 of " in str(report)

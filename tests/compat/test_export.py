@@ -70,7 +70,12 @@ def export(
     if dynamo:
         pytest.importorskip("onnxscript")
     options: Any = {"opset_version": opset, "input_names": ["input"], "dynamo": dynamo}
-    torch.onnx.export(model, (x,), str(path), **options)
+    torch.onnx.export(
+        model,
+        (x,),
+        str(path),
+        **options,
+    )
     return onnx.load(str(path))
 
 
@@ -107,7 +112,12 @@ def test_int8(tmp_path: Path, dynamo: bool, inside: bool) -> None:
 
 def close(path: Path, model: nn.Module, x: Tensor, atol: float = 1e-5) -> None:
     with torch.no_grad():
-        torch.testing.assert_close(run(path, x), model(x), rtol=0, atol=atol)
+        torch.testing.assert_close(
+            run(path, x),
+            model(x),
+            rtol=0,
+            atol=atol,
+        )
 
 
 @pytest.mark.sample(2)
@@ -238,7 +248,12 @@ def test_rules_read_from_an_uncalibrated_export(tmp_path: Path, dynamo: bool) ->
     torch.manual_seed(4)
     model = Branches().eval()
     quant_nn.TensorQuantizer.use_fb_fake_quant = True
-    rules = export(model, images(0), tmp_path / "rules.onnx", dynamo=dynamo)
+    rules = export(
+        model,
+        images(0),
+        tmp_path / "rules.onnx",
+        dynamo=dynamo,
+    )
     pairs = [
         names for names in convolutions_by_input(rules).values() if len(names) == 2
     ]
@@ -250,7 +265,12 @@ def test_rules_read_from_an_uncalibrated_export(tmp_path: Path, dynamo: bool) ->
         model.get_submodule(second)._input_quantizer = shared
     calibrate(model, [images(seed) for seed in range(3)])
     with enable_onnx_export():
-        file = export(model, images(0), tmp_path / "model.onnx", dynamo=dynamo)
+        file = export(
+            model,
+            images(0),
+            tmp_path / "model.onnx",
+            dynamo=dynamo,
+        )
     assert count(file, "QuantizeLinear") >= 7
     # The runtime may round a tie to the other code: one step of the output's inputs.
     close(tmp_path / "model.onnx", model, images(5), atol=0.02)

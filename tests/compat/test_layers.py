@@ -335,14 +335,21 @@ def test_clip_module() -> None:
     learned.enable()
     assert learned(x).equal(x.clamp(0.3, 0.7))
     with pytest.raises(ValueError, match="must be scalar"):
-        quant_nn.Clip(torch.tensor(0.3), torch.tensor(0.7), learn_min=True)
+        quant_nn.Clip(
+            torch.tensor(0.3),
+            torch.tensor(0.7),
+            learn_min=True,
+        )
 
 
 def test_restoring_a_corrected_layer_leaves_nothing() -> None:
     """The gain and the shift that calibrate had added stayed in the float model."""
     model = nn.Sequential(quant_nn.QuantLinear(16, 8)).eval()
     torchq.calibrate(model, [torch.randn(64, 16)], correct=False, progress=False)
-    model[0].correct_output_(torch.ones(8), torch.ones(8))
+    model[0].correct_output_(
+        torch.ones(8),
+        torch.ones(8),
+    )
     torchq.restore_(model)
     assert list(model.state_dict()) == ["0.weight", "0.bias"]
 

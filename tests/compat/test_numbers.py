@@ -41,7 +41,11 @@ def expected(
 ) -> tuple[list[float], list[float]]:
     """Codes, and values as ``x``'s dtype stores them."""
     spec = working(x.dtype)
-    pairs = zip(x.tolist(), amax.expand(x.shape).tolist(), strict=True)
+    pairs = zip(
+        x.tolist(),
+        amax.expand(x.shape).tolist(),
+        strict=True,
+    )
     rows = [ref.tensor_quant(v, a, bits, unsigned, narrow, spec) for v, a in pairs]
     stored = [ref.round_to(value, STORED[x.dtype]) for _, _, value in rows]
     return [float(code) for code, _, _ in rows], stored

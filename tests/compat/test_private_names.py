@@ -90,7 +90,10 @@ def test_the_range_of_a_max_calibrator_is_assignable() -> None:
     channels = calib.MaxCalibrator(8, 0, False)
     channels._calib_amax = torch.tensor([[1.0], [2.0]])
     channels.collect(torch.tensor([[3.0, 0.0], [0.5, -1.0]]))
-    assert torch.equal(channels.compute_amax(), torch.tensor([[3.0], [2.0]]))
+    assert torch.equal(
+        channels.compute_amax(),
+        torch.tensor([[3.0], [2.0]]),
+    )
 
 
 def test_functions_behind_histogram_calibrators() -> None:

@@ -54,7 +54,10 @@ def test_initialize_and_deactivate() -> None:
 def test_a_custom_map_wins_over_the_skip_list() -> None:
     helper = QuantModuleReplacementHelper()
     own = {"Linear": quant_nn.QuantLinear, "Conv2d": quant_nn.QuantConv1d}
-    helper.prepare_state(["Linear"], [(torch.nn, *entry) for entry in own.items()])
+    helper.prepare_state(
+        ["Linear"],
+        [(torch.nn, *entry) for entry in own.items()],
+    )
     helper.apply_quant_modules()
     try:
         assert torch.nn.Linear is quant_nn.QuantLinear

@@ -70,7 +70,10 @@ def test_without_quantization_it_is_torchs(
     hx = (torch.randn(count, batch, 7), torch.randn(count, batch, 7)) if given else None
     close(layer(x, hx), plain(x, hx))
     single = None if hx is None else (hx[0][:, 0], hx[1][:, 0])
-    close(layer(x[0], single), plain(x[0], single))  # one sequence, without a batch
+    close(
+        layer(x[0], single),
+        plain(x[0], single),
+    )  # one sequence, without a batch
 
 
 @pytest.mark.parametrize(
@@ -95,7 +98,10 @@ def test_packed_sequences(options: dict[str, Any]) -> None:
         assert found[0].batch_sizes.equal(expected[0].batch_sizes)
 
 
-@pytest.mark.parametrize(("bits_input", "bits_weight"), [(6, 6), (8, 4)])
+@pytest.mark.parametrize(
+    ("bits_input", "bits_weight"),
+    [(6, 6), (8, 4)],
+)
 @pytest.mark.parametrize("bias", [True, False])
 def test_quantized_lstm(bits_input: int, bits_weight: int, bias: bool) -> None:
     """Input and hidden state share a range, and so do the two weights; the rest stays float."""
@@ -108,7 +114,10 @@ def test_quantized_lstm(bits_input: int, bits_weight: int, bias: bool) -> None:
     h = torch.randn(1, 4, 7)
     c = torch.randn(1, 4, 7)
     quantized_x, quantized_h = jointly(bits_input, x, h)
-    close(layer(x, (h, c)), plain(quantized_x, (quantized_h, c)))
+    close(
+        layer(x, (h, c)),
+        plain(quantized_x, (quantized_h, c)),
+    )
 
 
 def test_quantized_cell() -> None:
@@ -121,11 +130,17 @@ def test_quantized_cell() -> None:
     h = torch.randn(4, 7)
     c = torch.randn(4, 7)
     quantized_x, quantized_h = jointly(5, x, h)
-    close(cell(x, (h, c)), plain(quantized_x, (quantized_h, c)))
+    close(
+        cell(x, (h, c)),
+        plain(quantized_x, (quantized_h, c)),
+    )
     off(cell)
     plain.load_state_dict(cell.state_dict())
     close(cell(x), plain(x))
-    close(cell(x[0], (h[0], c[0])), plain(x[0], (h[0], c[0])))
+    close(
+        cell(x[0], (h[0], c[0])),
+        plain(x[0], (h[0], c[0])),
+    )
 
 
 def test_calibrated_lstm_keeps_its_ranges() -> None:

@@ -156,7 +156,11 @@ def test_a_script_runs_unchanged_from_the_command_line(
     command_line: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "script.py").write_text(ARGUMENTS, encoding="utf-8")
-    printed = command_line(str(tmp_path / "script.py"), "--out", str(tmp_path))
+    printed = command_line(
+        str(tmp_path / "script.py"),
+        "--out",
+        str(tmp_path),
+    )
     assert printed == f"__main__ ['--out'] torchq.compat.{OLD}.nn\n"
     assert (tmp_path / "model.pth").exists()
 

@@ -124,7 +124,10 @@ class Network(nn.Module):
         self.first = nn.Conv2d(3, 8, 3, padding="same", bias=False)
         self.branches = nn.ModuleList([nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)])
         self.up = nn.ConvTranspose2d(8, 8, 2, stride=2)
-        self.pool = nn.Sequential(nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(1))
+        self.pool = nn.Sequential(
+            nn.AvgPool2d(2),
+            nn.AdaptiveAvgPool2d(1),
+        )
         self.last = nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -218,7 +221,10 @@ class QuantBlock(nn.Module, QuantMixin):
 
 
 def test_a_block_of_the_user_is_replaced_with_its_descriptors() -> None:
-    network = nn.Sequential(nn.Linear(4, 6), Block(6, 2))
+    network = nn.Sequential(
+        nn.Linear(4, 6),
+        Block(6, 2),
+    )
     state = network.state_dict()
     Quantizer("histogram", "max", classes={Block: QuantBlock}).quantize(network)
     block = network[1]

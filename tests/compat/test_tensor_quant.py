@@ -141,7 +141,10 @@ def test_errors_of_tensor_quant() -> None:
         ):
             tensor_quant.fake_tensor_quant(x, amax)
     with pytest.raises(ValueError, match="scale is too large for FP16"):
-        tensor_quant.tensor_quant(x.half(), torch.tensor(1e-4).half())
+        tensor_quant.tensor_quant(
+            x.half(),
+            torch.tensor(1e-4).half(),
+        )
     with pytest.raises(NotImplementedError, match="got E=5, M=2; expected E=4, M=3"):
         tensor_quant.scaled_e4m3(x, None, 5, 2)
     with pytest.raises(ValueError, match="1 bits"):
@@ -201,4 +204,7 @@ def test_reduce_amax(axis: Any, keepdims: bool) -> None:
 def test_reduce_amax_takes_integers_and_refuses_too_many_axes() -> None:
     assert utils.reduce_amax(torch.tensor([-3, 2])).item() == 3
     with pytest.raises(ValueError, match="Cannot reduce more axes"):
-        utils.reduce_amax(torch.zeros(2, 2), axis=(0, 1, 2))
+        utils.reduce_amax(
+            torch.zeros(2, 2),
+            axis=(0, 1, 2),
+        )

@@ -189,7 +189,10 @@ def test_pre_quant_scale() -> None:
     other.pre_quant_scale = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
     assert other(x).tolist() == [[0, 1, 3, 8]]
     other.disable()
-    torch.testing.assert_close(other(x), torch.tensor([[0, 0.8, 3.3, 8.0]]))
+    torch.testing.assert_close(
+        other(x),
+        torch.tensor([[0, 0.8, 3.3, 8.0]]),
+    )
     assert other(x.bfloat16()).dtype is torch.bfloat16
     with pytest.raises(RuntimeError, match="Changing shape"):
         other.pre_quant_scale = 1.0

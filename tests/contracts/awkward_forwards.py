@@ -340,7 +340,10 @@ class Pair(NamedTuple):
 @awkward("values: dataclasses and named tuples")
 class Named(Base):
     def features(self, h: Tensor) -> Features:
-        return Features(h + self.b(h), pooled=Pair(h * 2, second=h.mean()))
+        return Features(
+            h + self.b(h),
+            pooled=Pair(h * 2, second=h.mean()),
+        )
 
     def forward(self, x: Tensor) -> Any:
         found = self.features(self.a(x))
@@ -387,7 +390,10 @@ class Sequence(Base):
 
     def __init__(self) -> None:
         super().__init__()
-        self.block = self.Block(nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1))
+        self.block = self.Block(
+            nn.Conv2d(8, 8, 1),
+            nn.Conv2d(8, 8, 1),
+        )
 
     def tail(self, h: Tensor) -> Any:
         h = self.block(h) * len(self.block)

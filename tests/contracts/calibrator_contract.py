@@ -83,7 +83,10 @@ class CalibratorContract:
     def test_other_dtypes_equal_their_float32_copy(
         self, make: Make, x: Tensor, dtype: torch.dtype
     ) -> None:
-        assert same_bits(found(make, x.to(dtype)), found(make, x.to(dtype).float()))
+        assert same_bits(
+            found(make, x.to(dtype)),
+            found(make, x.to(dtype).float()),
+        )
 
     def test_memory_layout_does_not_matter(self, make: Make, x: Tensor) -> None:
         expected = found(make, x)
@@ -119,7 +122,10 @@ class CalibratorContract:
         before = range_.map(torch.clone)
         calibrator.collect(x[3:])
         assert same_bits(range_, before)
-        assert same_bits(calibrator.range(), found(make, x[:3], x[3:]))
+        assert same_bits(
+            calibrator.range(),
+            found(make, x[:3], x[3:]),
+        )
 
     @pytest.mark.parametrize("value", [0.0, 3.0, -3.0, 1e-38, 3e38, 2.0**-149])
     def test_a_constant_is_its_own_range(self, make: Make, value: float) -> None:

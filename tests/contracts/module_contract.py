@@ -79,7 +79,12 @@ def _case(
 ) -> Case:
     """Return the case of a class, made with further arguments and called with ``call``."""
     name = f"{cls.__name__} {setting}".strip()
-    return Case(name, lambda: cls(*args, **options), shape, call or {})
+    return Case(
+        name,
+        lambda: cls(*args, **options),
+        shape,
+        call or {},
+    )
 
 
 def _convolutions() -> Iterator[Case]:

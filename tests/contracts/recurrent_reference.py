@@ -99,10 +99,17 @@ def _step(
         for kind in ("ih", "hh")
     ]
     i = F.linear(x, weight("weight_ih"), biases[0])
-    h = F.linear(quantize(f"hidden{end}", state[0]), weight("weight_hh"), biases[1])
+    h = F.linear(
+        quantize(f"hidden{end}", state[0]),
+        weight("weight_hh"),
+        biases[1],
+    )
     y, *memory = _after_products(plain, i, h, state)
     if plain.proj_size:
-        y = F.linear(quantize(f"projected{end}", y), weight("weight_hr"))
+        y = F.linear(
+            quantize(f"projected{end}", y),
+            weight("weight_hr"),
+        )
     return y, *memory
 
 

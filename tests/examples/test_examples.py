@@ -129,7 +129,12 @@ def test_onnx_in_onnx_out(run: Run, photos: Path, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         # Most releases of torch warn of their older exporter.
         warnings.simplefilter("ignore")
-        torch.onnx.export(model.eval(), (torch.rand(1, 3, 32, 32),), path, dynamo=False)
+        torch.onnx.export(
+            model.eval(),
+            (torch.rand(1, 3, 32, 32),),
+            path,
+            dynamo=False,
+        )
     arguments = (str(path), "int8.onnx", "--photos", str(photos), "--size", "32")
     assert "agrees with its model" in run("onnx_to_onnx.py", *arguments)
 

@@ -96,7 +96,10 @@ def test_fp8_is_torch_float8(
         torch.randint(-20, 9, (20000,), generator=generator)
     )
     x = torch.cat([every_float16(), noise]).clamp(format.quant_min, format.quant_max)
-    assert torch.equal(format.snap_(x.clone()), x.to(dtype).float())
+    assert torch.equal(
+        format.snap_(x.clone()),
+        x.to(dtype).float(),
+    )
 
 
 @pytest.mark.parametrize(
@@ -113,7 +116,10 @@ def test_small_floats_are_those_of_ml_dtypes(format: Format, name: str) -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     x = every_float16().clamp(format.quant_min, format.quant_max)
     peer = x.numpy().astype(getattr(ml_dtypes, name)).astype("float32")
-    assert torch.equal(format.snap_(x.clone()), torch.from_numpy(peer))
+    assert torch.equal(
+        format.snap_(x.clone()),
+        torch.from_numpy(peer),
+    )
 
 
 def test_e8m0_is_that_of_ml_dtypes() -> None:
@@ -124,8 +130,14 @@ def test_e8m0_is_that_of_ml_dtypes() -> None:
         x.numpy().astype(ml_dtypes.float8_e8m0fnu).astype("float32")
     )
     ties = x / power_of_two_below(x) == 1.5
-    assert torch.equal(E8M0.snap_(x.clone())[~ties], peer[~ties])
-    assert torch.equal(E8M0.snap_(x.clone())[ties], 2 * power_of_two_below(x)[ties])
+    assert torch.equal(
+        E8M0.snap_(x.clone())[~ties],
+        peer[~ties],
+    )
+    assert torch.equal(
+        E8M0.snap_(x.clone())[ties],
+        2 * power_of_two_below(x)[ties],
+    )
 
 
 def test_float64_is_rounded_once() -> None:
@@ -238,7 +250,10 @@ def test_scale_types_round_as_torch_does(name: str, dtype: torch.dtype) -> None:
     edges = [kind.least, kind.least / 2, kind.qmax, kind.qmax * 1.0001, 3e38]
     x = torch.cat([x, torch.tensor(edges)]).to(dtype)
     near = x.clamp_min(kind.least).to(kind.dtype).to(dtype)
-    assert torch.equal(kind.snap_(x.clone()), torch.where(x > kind.qmax, x, near))
+    assert torch.equal(
+        kind.snap_(x.clone()),
+        torch.where(x > kind.qmax, x, near),
+    )
     odd = kind.snap_(torch.tensor([float("nan"), float("inf")], dtype=dtype))
     assert odd[0].isnan()
     assert odd[1].isinf()

@@ -36,7 +36,10 @@ def by_hand(x: torch.Tensor, granularity: Granularity) -> torch.Tensor:
     out = torch.zeros(granularity.amax_shape(x.shape))
     for index in itertools.product(*map(range, x.shape)):
         group = group_of(index, granularity)
-        out[group] = max(out[group].item(), abs(x[index].item()))
+        out[group] = max(
+            out[group].item(),
+            abs(x[index].item()),
+        )
     return out
 
 
@@ -107,7 +110,10 @@ def test_legacy_amax_shapes() -> None:
     with pytest.raises(
         ConfigError, match=r"amax has shape \(1, 1\); expected \(4, 2\)"
     ):
-        PerBlock(32).align(torch.ones(1, 1), torch.Size([4, 64]))
+        PerBlock(32).align(
+            torch.ones(1, 1),
+            torch.Size([4, 64]),
+        )
 
 
 @pytest.mark.parametrize(

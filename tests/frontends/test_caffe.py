@@ -54,7 +54,12 @@ def test_networks_compute_what_opencv_computes(name: str) -> None:
     shared = set(got) & set(expected)
     assert len(shared) >= len(expected) - 3
     for key in shared:
-        torch.testing.assert_close(got[key], expected[key], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            got[key],
+            expected[key],
+            rtol=1e-5,
+            atol=1e-5,
+        )
 
 
 def test_slices_and_splits() -> None:
@@ -67,7 +72,12 @@ def test_slices_and_splits() -> None:
     assert torch.equal(torch.cat(parts, 1), x)
     assert torch.equal(torch.cat([got["half0"], got["half1"]], 3), x)
     assert torch.equal(got["copy0"], got["copy1"])
-    torch.testing.assert_close(got["copy0"], expected["copies"], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        got["copy0"],
+        expected["copies"],
+        rtol=1e-5,
+        atol=1e-5,
+    )
 
 
 def test_detections_are_those_of_opencv() -> None:
@@ -210,8 +220,14 @@ def test_layers_without_weights(
 
 
 def test_factors_that_the_network_computes() -> None:
-    given = torchq.from_caffe(one_layer("Scale", bottoms=2), caffemodel({}))
-    assert torch.equal(given(X, X[:, :, 0].clone()[0]), X * X[0, :, 0].view(1, 3, 1))
+    given = torchq.from_caffe(
+        one_layer("Scale", bottoms=2),
+        caffemodel({}),
+    )
+    assert torch.equal(
+        given(X, X[:, :, 0].clone()[0]),
+        X * X[0, :, 0].view(1, 3, 1),
+    )
 
 
 def test_a_norm_behind_a_shape_that_is_not_known() -> None:
@@ -235,7 +251,10 @@ def test_a_last_window_outside_of_the_input_is_kept() -> None:
     x = torch.randn(1, 2, 4, 4)
     y = torchq.from_caffe(text, caffemodel({}))(x)
     assert y.shape == (1, 2, 3, 3)
-    assert torch.equal(y[..., :2, :2], x[..., ::2, ::2])
+    assert torch.equal(
+        y[..., :2, :2],
+        x[..., ::2, ::2],
+    )
     assert y[0, 0, 2, 2] == torch.finfo(torch.float32).min
 
 
@@ -341,11 +360,20 @@ def test_forms_of_forks_compute_what_they_say() -> None:
         "inner_product_param { num_output: 2 transpose: true bias_term: false }"
     )
     product = net("InnerProduct", transposed, "x", matrix)
-    torch.testing.assert_close(product(x), x.flatten(1) @ torch.from_numpy(matrix))
+    torch.testing.assert_close(
+        product(x),
+        x.flatten(1) @ torch.from_numpy(matrix),
+    )
     larger = net("Upsample", "upsample_param { scale: 2 }")
-    assert torch.equal(larger(x), x.repeat_interleave(2, 2).repeat_interleave(2, 3))
+    assert torch.equal(
+        larger(x),
+        x.repeat_interleave(2, 2).repeat_interleave(2, 3),
+    )
     s = torch.tensor([0.5, 1.0, 2.0]).view(1, 3, 1, 1).expand(2, 3, 1, 1)
-    torch.testing.assert_close(net("Axpy", "", "sxx")(x=x, s=s), s * x + x)
+    torch.testing.assert_close(
+        net("Axpy", "", "sxx")(x=x, s=s),
+        s * x + x,
+    )
 
 
 GOOD = caffemodel({"y": [np.zeros((2, 3), "f")]})

@@ -334,7 +334,10 @@ def test_other_networks_are_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"a Linear in which nothing is quantized by a known"
     ):
-        torchq.adopt_(nn.Linear(2, 2), nn.Linear(2, 2))
+        torchq.adopt_(
+            nn.Linear(2, 2),
+            nn.Linear(2, 2),
+        )
     quantized = FloatNet()
     torchq.quantize_(quantized)
     with pytest.raises(ConfigError, match="a quantized model; expected a float one"):
@@ -459,4 +462,8 @@ def test_ranges_formats_and_factors_are_taken() -> None:
 def test_quantizers_that_torchq_lacks_are_named(
     fields: dict[str, Any], text: str
 ) -> None:
-    unchanged_after_refusal(nn.Sequential(nn.Linear(4, 3)), stand_in(**fields), text)
+    unchanged_after_refusal(
+        nn.Sequential(nn.Linear(4, 3)),
+        stand_in(**fields),
+        text,
+    )

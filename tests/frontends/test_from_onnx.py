@@ -36,7 +36,12 @@ def test_a_network_comes_back_under_the_names_of_its_weights() -> None:
     model = StagedNet().eval()
     x = torch.randn(2, 3, 8, 8)
     read = torchq.from_onnx(exported(model, x, opset_version=17))
-    torch.testing.assert_close(read(x), model(x), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        read(x),
+        model(x),
+        rtol=1e-5,
+        atol=1e-6,
+    )
     assert type(read.get_submodule("layer4.conv")) is nn.Conv2d
     assert type(read.get_submodule("head.0")) is nn.Linear
     assert torch.equal(
@@ -66,7 +71,11 @@ def test_the_whole_way_from_a_file_to_a_quantized_file(tmp_path: Path) -> None:
 def test_sizes_that_a_file_leaves_open_stay_open() -> None:
     w = Writer(17)
     x = w.input("x", ["batch", 2, 3])
-    batch = w.node("Gather", w.node("Shape", x), w.weight(torch.tensor(0)))
+    batch = w.node(
+        "Gather",
+        w.node("Shape", x),
+        w.weight(torch.tensor(0)),
+    )
     vector = w.node("Unsqueeze", batch, w.weight(torch.tensor([0])))
     target = w.node("Concat", vector, w.weight(torch.tensor([-1])), axis=0)
     read = torchq.from_onnx(w.model(w.node("Reshape", x, target)))
@@ -91,17 +100,27 @@ def test_a_product_and_the_bias_behind_it_are_one_layer() -> None:
     weight = torch.randn(3, 5)
     bias = torch.randn(5)
     w = Writer(17)
-    product = w.node("MatMul", w.input("x", [4, 3]), w.weight(weight, "fc.weight"))
+    product = w.node(
+        "MatMul",
+        w.input("x", [4, 3]),
+        w.weight(weight, "fc.weight"),
+    )
     total = w.node("Add", w.weight(bias), product)
     read = torchq.from_onnx(w.model(total))
     x = torch.randn(4, 3)
     assert type(read.fc) is nn.Linear
     assert torch.equal(read.fc.bias, bias)
-    torch.testing.assert_close(read(x), x @ weight + bias)
+    torch.testing.assert_close(
+        read(x),
+        x @ weight + bias,
+    )
     two = w.model(total, w.node("Relu", product))
     # The product itself has a reader: the bias stays outside.
     y, raw = torchq.from_onnx(two)(x)
-    torch.testing.assert_close((y, raw), (x @ weight + bias, (x @ weight).relu()))
+    torch.testing.assert_close(
+        (y, raw),
+        (x @ weight + bias, (x @ weight).relu()),
+    )
 
 
 def test_layers_behind_an_operator_of_ones_own_are_modules() -> None:
@@ -128,7 +147,10 @@ def test_attention_is_read_by_its_definition_and_quantized(tmp_path: Path) -> No
     q, k, v = (w.node("MatMul", x, w.random(8, 8)) for _ in range(3))
     y = w.node("Attention", q, k, v, q_num_heads=2, kv_num_heads=2)
     x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
-    read = assert_agrees(w.model(w.node("MatMul", y, w.random(8, 8))), {"x": x})
+    read = assert_agrees(
+        w.model(w.node("MatMul", y, w.random(8, 8))),
+        {"x": x},
+    )
     wanted = read(x).detach()
     torchq.quantize_(read)
     torchq.calibrate(read, [x], progress=False)
@@ -162,11 +184,18 @@ def test_names_of_a_file_cannot_become_code() -> None:
     y = w.node(
         "Conv", w.input("x", [1, 1, 2, 2]), w.weight(torch.ones(1, 1, 1, 1), evil)
     )
-    y = w.node("Add", w.node("Relu", y), w.weight(torch.ones(1, 1, 1, 2), "forward"))
+    y = w.node(
+        "Add",
+        w.node("Relu", y),
+        w.weight(torch.ones(1, 1, 1, 2), "forward"),
+    )
     for node, name in zip(w.nodes, (evil, "class", "forward"), strict=True):
         node.name = name
     read = torchq.from_onnx(w.model(y))
-    assert torch.equal(read(torch.ones(1, 1, 2, 2)), torch.full((1, 1, 2, 2), 2.0))
+    assert torch.equal(
+        read(torch.ones(1, 1, 2, 2)),
+        torch.full((1, 1, 2, 2), 2.0),
+    )
     assert "exec(" not in read.code
 
 
@@ -341,7 +370,10 @@ def test_inputs_whose_names_make_one_argument_are_kept_apart() -> None:
     read = torchq.from_onnx(w.model(total))
     given = [torch.tensor([float(10**i), 1.0]) for i in range(4)]
     assert read.input_names == names
-    assert torch.equal(read(*given), given[0] - given[1] - given[2] - given[3])
+    assert torch.equal(
+        read(*given),
+        given[0] - given[1] - given[2] - given[3],
+    )
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,12 @@ def onnx_file() -> bytes:
 
     w = Writer(13)
     y = w.node("Relu", w.conv(w.input("x", [1, 3, 8, 8]), 3, 4))
-    y = w.node("MaxPool", y, kernel_shape=[2, 2], strides=[2, 2])
+    y = w.node(
+        "MaxPool",
+        y,
+        kernel_shape=[2, 2],
+        strides=[2, 2],
+    )
     return bytes(w.model(y).SerializeToString())
 
 

@@ -48,7 +48,12 @@ def compare(name: str, symbol: str | Path | None = None) -> None:
     ):
         torch.testing.assert_close(output, wanted, rtol=1e-5, atol=1e-5)
         if name == "classifier":
-            torch.testing.assert_close(output.log(), wanted.log(), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                output.log(),
+                wanted.log(),
+                rtol=1e-5,
+                atol=1e-5,
+            )
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -132,7 +137,10 @@ ALIASES = {
 def test_other_names_of_operators_are_read(name: str) -> None:
     data = json.loads(files_of(name)[0].read_text())
     for node in data["nodes"]:
-        node["op"] = ALIASES[name].get(node["op"], node["op"])
+        node["op"] = ALIASES[name].get(
+            node["op"],
+            node["op"],
+        )
     assert {node["op"] for node in data["nodes"]} >= set(ALIASES[name].values())
     compare(name, json.dumps(data))
 

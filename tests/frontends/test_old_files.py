@@ -25,7 +25,12 @@ def upsampled_by_computed_scales() -> Case:
     y = w.node("Relu", w.conv(x, 3, 4, stride=2))
     scales = []
     for axis in (2, 3):
-        size = w.node("Gather", w.node("Shape", y), w.constant(axis), axis=0)
+        size = w.node(
+            "Gather",
+            w.node("Shape", y),
+            w.constant(axis),
+            axis=0,
+        )
         size = w.node("Cast", size, to=1)
         target = w.node("Floor", w.node("Mul", size, w.constant(2.0)))
         scales.append(w.node("Unsqueeze", w.node("Div", target, size), axes=[0]))
@@ -39,10 +44,21 @@ def of_the_first_opsets() -> Case:
     w = Writer(7)
     x = w.input("x", [2, 3, 9, 9])
     y = w.node("Pad", x, pads=[0, 0, 1, 0, 0, 0, 0, 1], mode="reflect")
-    y = w.node("Upsample", w.conv(y, 3, 6), scales=[1.0, 1.0, 2.0, 2.0], mode="nearest")
+    y = w.node(
+        "Upsample",
+        w.conv(y, 3, 6),
+        scales=[1.0, 1.0, 2.0, 2.0],
+        mode="nearest",
+    )
     y = w.node("Clip", y, min=-0.5, max=0.75)
     y = w.node("LRN", y, size=3, alpha=1e-3, beta=0.75)
-    y = w.node("Slice", y, axes=[2, 3], starts=[1, -9], ends=[2**31 - 1, -1])
+    y = w.node(
+        "Slice",
+        y,
+        axes=[2, 3],
+        starts=[1, -9],
+        ends=[2**31 - 1, -1],
+    )
     y = w.node("Dropout", y, ratio=0.3)
     pooled = w.node(
         "MaxPool", y, kernel_shape=[3, 3], strides=[2, 2], pads=[0, 0, 1, 1]
@@ -56,7 +72,14 @@ def of_the_first_opsets() -> Case:
     )
     y = w.node("Sum", mean, mean, w.node("PRelu", mean, w.random(6, 1, 1)))
     top, _ = w.node("TopK", w.node("Flatten", y), outputs=2, k=5, axis=1)
-    y = w.node("Gemm", top, w.random(5, 4), w.random(4), alpha=0.5, beta=2.0)
+    y = w.node(
+        "Gemm",
+        top,
+        w.random(5, 4),
+        w.random(4),
+        alpha=0.5,
+        beta=2.0,
+    )
     y = w.node("Softmax", w.node("Reshape", y, w.constant([0, 2, -1])), axis=1)
     return w.model(y), [{"x": random(2, 3, 9, 9)}]
 
@@ -66,15 +89,31 @@ def with_the_layout_of_tensorflow() -> Case:
     w = Writer(9)
     x = w.input("x", ["n", 10, 10, 3])
     y = w.node("Transpose", x, perm=[0, 3, 1, 2])
-    y = w.node("Conv", y, w.random(6, 3, 3, 3), auto_pad="SAME_UPPER", strides=[2, 2])
+    y = w.node(
+        "Conv",
+        y,
+        w.random(6, 3, 3, 3),
+        auto_pad="SAME_UPPER",
+        strides=[2, 2],
+    )
     y = w.node(
         "Transpose", w.node("Transpose", y, perm=[0, 2, 3, 1]), perm=[0, 3, 1, 2]
     )
     y = w.node("Max", w.node("Mul", y, w.constant(0.2)), y)
     y = w.node("Transpose", y, perm=[0, 2, 3, 1])
     shape = w.node("Cast", w.node("Shape", y), to=6)
-    batch = w.node("Slice", shape, axes=[0], starts=[0], ends=[1])
-    batch = w.node("Unsqueeze", w.node("Squeeze", batch, axes=[0]), axes=[0])
+    batch = w.node(
+        "Slice",
+        shape,
+        axes=[0],
+        starts=[0],
+        ends=[1],
+    )
+    batch = w.node(
+        "Unsqueeze",
+        w.node("Squeeze", batch, axes=[0]),
+        axes=[0],
+    )
     target = w.node("Concat", batch, w.constant([-1, 6], torch.int32), axis=0)
     y = w.node("Reshape", y, w.node("Cast", target, to=7))
     one = w.node(
@@ -114,7 +153,11 @@ def of_two_stages() -> Case:
     most = w.node(
         "ReduceMin", w.node("Concat", count, w.constant([3]), axis=0), keepdims=0
     )
-    order = w.node("Squeeze", w.node("Gather", scores, index, axis=2), axes=[0, 1])
+    order = w.node(
+        "Squeeze",
+        w.node("Gather", scores, index, axis=2),
+        axes=[0, 1],
+    )
     _, best = w.node("TopK", order, w.node("Unsqueeze", most, axes=[0]), outputs=2)
     places = w.node("Gather", index, best)
     kept = w.node("Gather", w.node("Squeeze", "boxes", axes=[0]), places)
@@ -139,10 +182,19 @@ def squeezed_if_it_can_be() -> Case:
     """PyTorch 1.6, opset 11: squeeze(1) of a size that is not known is an If."""
     w = Writer(11)
     x = w.input("x", ["n", "c", 4])
-    size = w.node("Gather", w.node("Shape", x), w.constant(1))
+    size = w.node(
+        "Gather",
+        w.node("Shape", x),
+        w.constant(1),
+    )
     one = w.node("Equal", w.constant(1), size)
     weight = w.random(4)
-    squeezed = helper.make_node("Squeeze", ["x"], ["a"], axes=[1])
+    squeezed = helper.make_node(
+        "Squeeze",
+        ["x"],
+        ["a"],
+        axes=[1],
+    )
     then = branch(
         "then", squeezed, helper.make_node("Mul", ["a", weight], ["then_out"])
     )
@@ -156,7 +208,11 @@ def with_conditions_on_dimensions() -> Case:
     """PyTorch 1.13, opset 15: a recurrent layer asks for the number of dimensions of its input."""
     w = Writer(15)
     x = w.input("x", [2, "c", 4])
-    size = w.node("Gather", w.node("Shape", x), w.constant(1))
+    size = w.node(
+        "Gather",
+        w.node("Shape", x),
+        w.constant(1),
+    )
 
     one = helper.make_node("Constant", [], ["one"], value_ints=[1])
     squeezed = branch(
@@ -166,7 +222,11 @@ def with_conditions_on_dimensions() -> Case:
     alone = w.node("Equal", size, w.constant(1))
     first = w.node("If", alone, then_branch=squeezed, else_branch=whole)
     shape = w.node("Shape", first)
-    flat = w.node("Equal", w.node("Size", shape), w.constant(2))
+    flat = w.node(
+        "Equal",
+        w.node("Size", shape),
+        w.constant(2),
+    )
     negated = w.node("Cast", w.node("Not", flat), to=9)
     relu = branch("a", helper.make_node("Relu", [first], ["a_out"]))
     negative = branch("b", helper.make_node("Neg", [first], ["b_out"]))
@@ -179,11 +239,21 @@ def with_conditions_on_dimensions() -> Case:
 def with_a_negative_size() -> Case:
     """PaddlePaddle, opset 12: a batch of -1, and a state of the size of the batch."""
     w = Writer(12)
-    y = w.node("Transpose", w.input("x", [-1, 5, 3]), perm=[1, 0, 2])
+    y = w.node(
+        "Transpose",
+        w.input("x", [-1, 5, 3]),
+        perm=[1, 0, 2],
+    )
     batch = w.node(
         "Slice", w.node("Shape", y), w.constant([1]), w.constant([2]), w.constant([0])
     )
-    many = w.node("Concat", w.constant([2]), batch, w.constant([1]), axis=0)
+    many = w.node(
+        "Concat",
+        w.constant([2]),
+        batch,
+        w.constant([1]),
+        axis=0,
+    )
     state = w.node("Tile", w.weight(torch.zeros(1, 1, 4)), many)
     weights = (
         w.random(2, 16, 3),

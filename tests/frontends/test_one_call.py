@@ -27,7 +27,11 @@ def from_a_list(tensors: list[Tensor], at: slice, options: dict[str, Tensor]) ->
 class Calls(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = twice(x, x)
-        return from_a_list([torch.ones(4)], slice(0, 4), {"bias": y})
+        return from_a_list(
+            [torch.ones(4)],
+            slice(0, 4),
+            {"bias": y},
+        )
 
 
 def test_a_trace_keeps_the_call_whole() -> None:
@@ -47,7 +51,10 @@ def test_it_is_the_function_by_another_name_only() -> None:
     assert not is_one_call(torch.add)
     assert twice.__name__ == "twice"
     assert twice.__doc__.startswith("Add a tensor")
-    assert torch.equal(twice(torch.ones(2)), torch.full((2,), 2.0))
+    assert torch.equal(
+        twice(torch.ones(2)),
+        torch.full((2,), 2.0),
+    )
 
 
 def test_a_converter_with_another_function_is_refused(

@@ -129,7 +129,12 @@ def test_pairs_become_quantizers(
 def test_weights_of_four_bits_keep_their_codes(unsigned: bool, tmp_path: Path) -> None:
     four = onnx.TensorProto.UINT4 if unsigned else onnx.TensorProto.INT4
     codes = np.arange(15).reshape(5, 3) - (0 if unsigned else 7)
-    weight = helper.make_tensor("codes", four, [5, 3], codes.flatten())
+    weight = helper.make_tensor(
+        "codes",
+        four,
+        [5, 3],
+        codes.flatten(),
+    )
     w = Writer(21)
     w.initializers.append(weight)
     values = w.node(
@@ -169,7 +174,10 @@ def test_weights_in_blocks_keep_their_codes(symmetric: bool, tmp_path: Path) -> 
         torch.nn.Linear(48, 6), torch.nn.ReLU(), torch.nn.Linear(6, 16)
     )
     torch.nn.init.uniform_(model[0].weight, -0.3, 0.1)
-    torchq.quantize_(model.eval(), QuantConfig((Rule("0", weight=weight),)))
+    torchq.quantize_(
+        model.eval(),
+        QuantConfig((Rule("0", weight=weight),)),
+    )
     x = torch.randn(4, 48)
     torchq.calibrate(model, [x], progress=False)
     files = [tmp_path / "first.onnx", tmp_path / "again.onnx"]

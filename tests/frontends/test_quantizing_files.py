@@ -24,7 +24,13 @@ def uneven_pooling() -> Any:
         "MaxPool", y, kernel_shape=[2, 2], strides=[1, 1], auto_pad="SAME_UPPER"
     )
     both = w.conv(w.node("Concat", pooled, same, axis=1), 16, 8)
-    rounded = w.node("MaxPool", both, kernel_shape=[3, 3], strides=[2, 2], ceil_mode=1)
+    rounded = w.node(
+        "MaxPool",
+        both,
+        kernel_shape=[3, 3],
+        strides=[2, 2],
+        ceil_mode=1,
+    )
     return w.model(w.conv(rounded, 8, 4))
 
 
@@ -33,11 +39,29 @@ def affine_blocks() -> Any:
     w = Writer(12)
     y = w.input("x", ["n", 3, 17, 17])
     for inputs, outputs in ((3, 8), (8, 16)):
-        y = w.node("Conv", y, w.random(outputs, inputs, 3, 3), pads=[1, 1, 1, 1])
-        y = w.node("Add", w.node("Mul", w.weight(torch.tensor([1.7])), y), w.random(1))
+        y = w.node(
+            "Conv",
+            y,
+            w.random(outputs, inputs, 3, 3),
+            pads=[1, 1, 1, 1],
+        )
+        y = w.node(
+            "Add",
+            w.node("Mul", w.weight(torch.tensor([1.7])), y),
+            w.random(1),
+        )
         gate = w.node("Add", y, w.constant(3.0))
-        gate = w.node("Clip", gate, w.constant(0.0), w.constant(6.0))
-        y = w.node("Div", w.node("Mul", y, gate), w.constant(6.0))
+        gate = w.node(
+            "Clip",
+            gate,
+            w.constant(0.0),
+            w.constant(6.0),
+        )
+        y = w.node(
+            "Div",
+            w.node("Mul", y, gate),
+            w.constant(6.0),
+        )
     last = w.node("Conv", y, w.random(4, 16, 1, 1))
     return w.model(w.node("Mul", last, w.weight(torch.tensor([-0.4]))))
 
@@ -48,10 +72,19 @@ def grid_of_a_detector() -> Any:
     y = w.conv(w.input("x", ["n", 3, "height", "width"]), 3, 4, stride=2)
     ends = []
     for axis in (2, 3):
-        size = w.node("Gather", w.node("Shape", y), w.constant(axis), axis=0)
+        size = w.node(
+            "Gather",
+            w.node("Shape", y),
+            w.constant(axis),
+            axis=0,
+        )
         bounds = (w.constant(0.0), w.node("Cast", size, to=1))
         ends.append(w.node("Range", *bounds, w.constant(1.0)))
-    column = w.node("Unsqueeze", ends[0], w.constant([1]))
+    column = w.node(
+        "Unsqueeze",
+        ends[0],
+        w.constant([1]),
+    )
     return w.model(w.node("Add", y, w.node("Mul", column, ends[1])))
 
 
@@ -67,7 +100,10 @@ CASES: dict[str, Callable[[], Any]] = {
 def test_files_are_quantized_for_a_runtime(name: str, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     batches = [torch.randn(count, 3, 17, 17, generator=generator) for count in (2, 3)]
-    model = assert_agrees(CASES[name](), {"x": batches[0]})
+    model = assert_agrees(
+        CASES[name](),
+        {"x": batches[0]},
+    )
     with torch.no_grad():
         expected = model(batches[0])
     torchq.fuse_(model, batches[0])
@@ -80,7 +116,12 @@ def test_files_are_quantized_for_a_runtime(name: str, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         # Of convolutions that return floats.
         warnings.simplefilter("ignore", UserWarning)
-        torchq.export_onnx(model, batches[0], tmp_path / "m.onnx", target="onnxruntime")
+        torchq.export_onnx(
+            model,
+            batches[0],
+            tmp_path / "m.onnx",
+            target="onnxruntime",
+        )
         int8 = torchq.deploy(model, batches[0], target="torch")
     report = torchq.verify_onnx(model, tmp_path / "m.onnx", batches)
     assert report.ok, report

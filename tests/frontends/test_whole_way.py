@@ -20,7 +20,13 @@ def detector() -> Any:
     high = w.node("LeakyRelu", w.conv(low, 8, 12, stride=2), alpha=0.1)
     # What PyTorch wrote for interpolate(size=low.shape[2:]).
     shape = w.node("Shape", low)
-    sizes = w.node("Slice", shape, w.constant([2]), w.constant([4]), w.constant([0]))
+    sizes = w.node(
+        "Slice",
+        shape,
+        w.constant([2]),
+        w.constant([4]),
+        w.constant([0]),
+    )
     whole = w.node(
         "Slice", w.node("Shape", high), *(w.constant([i]) for i in (0, 2, 0))
     )
@@ -29,7 +35,12 @@ def detector() -> Any:
     options = {"nearest_mode": "floor", "coordinate_transformation_mode": "asymmetric"}
     up = w.node("Resize", high, empty, empty, target, mode="nearest", **options)
     merged = w.node("Concat", w.conv(up, 12, 8, kernel=1), low, axis=1)
-    merged = w.node("Clip", w.conv(merged, 16, 16), w.constant(0.0), w.constant(6.0))
+    merged = w.node(
+        "Clip",
+        w.conv(merged, 16, 16),
+        w.constant(0.0),
+        w.constant(6.0),
+    )
     weights = w.random(6, 16, 1, 1, name="head.weight"), w.random(6, name="head.bias")
     head = w.node("Conv", merged, *weights, kernel_shape=[1, 1])
     flat = w.node("Reshape", head, w.constant([0, 6, -1]))
@@ -56,8 +67,17 @@ def transformer() -> Any:
     tokens = w.input("tokens", ["batch", "length"], torch.int64)
     table = w.random(40, 16, scale=1.0, name="embeddings.word.weight")
     places = w.random(32, 16, name="embeddings.position.weight")
-    length = w.node("Gather", w.node("Shape", tokens), w.constant(1))
-    numbers = w.node("Range", w.constant(0), length, w.constant(1))
+    length = w.node(
+        "Gather",
+        w.node("Shape", tokens),
+        w.constant(1),
+    )
+    numbers = w.node(
+        "Range",
+        w.constant(0),
+        length,
+        w.constant(1),
+    )
     x = w.node(
         "Add", w.node("Gather", table, tokens), w.node("Gather", places, numbers)
     )
@@ -69,8 +89,16 @@ def transformer() -> Any:
         )
         hidden = dense(w, x, 16, 32, f"layer{layer}.up")
         half = w.node("Div", hidden, w.constant(2**0.5))
-        gate = w.node("Add", w.node("Erf", half), w.constant(1.0))
-        act = w.node("Mul", w.node("Mul", hidden, gate), w.constant(0.5))
+        gate = w.node(
+            "Add",
+            w.node("Erf", half),
+            w.constant(1.0),
+        )
+        act = w.node(
+            "Mul",
+            w.node("Mul", hidden, gate),
+            w.constant(0.5),
+        )
         x = norm(
             w,
             w.node("Add", x, dense(w, act, 32, 16, f"layer{layer}.down")),
@@ -119,7 +147,11 @@ def attention(w: Writer, x: str, name: str) -> str:
     products = w.node("MatMul", heads[0], heads[1])
     scaled = w.node("Div", products, w.constant(8**0.5))
     weights = w.node("Softmax", scaled, axis=3)
-    mixed = w.node("Transpose", w.node("MatMul", weights, heads[2]), perm=[0, 2, 1, 3])
+    mixed = w.node(
+        "Transpose",
+        w.node("MatMul", weights, heads[2]),
+        perm=[0, 2, 1, 3],
+    )
     merged = w.node("Reshape", mixed, w.node("Concat", *ends, w.constant([16]), axis=0))
     return dense(w, merged, 16, 16, f"{name}out")
 
@@ -184,7 +216,12 @@ def compare(found: list[Tensor], wanted: tuple[Tensor, ...]) -> None:
     for one, other in zip(found, wanted, strict=True):
         assert one.shape == other.shape
         assert one.dtype == other.dtype
-        close = torch.isclose(one.double(), other.double(), rtol=1e-3, atol=1e-3)
+        close = torch.isclose(
+            one.double(),
+            other.double(),
+            rtol=1e-3,
+            atol=1e-3,
+        )
         assert float(close.double().mean()) >= 0.97
 
 

@@ -136,4 +136,7 @@ def assert_equals_definition(
     grad = torch.empty_like(mask, dtype=x.dtype).copy_(grad)
     got = kernels(backend).mask_gradient(grad, mask)
     assert got.stride() == grad.stride()
-    assert torch.equal(bits(got), bits(kernels("reference").mask_gradient(grad, mask)))
+    assert torch.equal(
+        bits(got),
+        bits(kernels("reference").mask_gradient(grad, mask)),
+    )

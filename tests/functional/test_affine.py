@@ -154,7 +154,12 @@ def test_odd_values_and_dead_ranges() -> None:
     assert dead[0].isnan()
     assert dead[1:].eq(0).all()
     assert quantize(x[3:], 0.0, INT8, amin=0.0).tolist() == [-128, -128]
-    poisoned = fake_quantize(torch.ones(2), torch.tensor(torch.inf), UINT8, amin=0.0)
+    poisoned = fake_quantize(
+        torch.ones(2),
+        torch.tensor(torch.inf),
+        UINT8,
+        amin=0.0,
+    )
     assert poisoned.isnan().all()
     assert fake_quantize(torch.empty(0, 3), 1.0, UINT8, amin=-1.0).shape == (0, 3)
 

@@ -131,7 +131,10 @@ def test_layouts(
 def test_small_and_empty_shapes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = torch.full(shape, 0.3, dtype=dtype, requires_grad=True)
     y = fake_quantize(x, 1.0)
-    assert same(y.detach(), expected(x.detach(), torch.tensor(1.0), INT8, PerTensor()))
+    assert same(
+        y.detach(),
+        expected(x.detach(), torch.tensor(1.0), INT8, PerTensor()),
+    )
     y.sum().backward()
     assert x.grad is not None
     assert same(x.grad, torch.ones(shape, dtype=dtype))

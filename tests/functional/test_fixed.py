@@ -41,7 +41,10 @@ def assert_same(x: Tensor, fixed: Any, function: Any) -> None:
         assert a.stride() == b.stride()
         assert torch.equal(bits(a), bits(b))
     with torch.no_grad():
-        assert torch.equal(bits(fixed(x)), bits(expected[0]))
+        assert torch.equal(
+            bits(fixed(x)),
+            bits(expected[0]),
+        )
 
 
 @pytest.mark.sample(12)
@@ -151,7 +154,12 @@ def test_tensors_of_another_shape_or_dtype_are_not_quantized_by_kept_numbers() -
     one = TensorQuantizer(QuantDescriptor(8, amax=1.0))
     for other in (x.double(), x.bfloat16(), x[:, :2], x.unsqueeze(2)[:, :, 0]):
         leaf = other.detach().requires_grad_()
-        expected = fake_quantize(other, q.amax, CATALOG["int8"], PerAxis((0,)))
+        expected = fake_quantize(
+            other,
+            q.amax,
+            CATALOG["int8"],
+            PerAxis((0,)),
+        )
         assert torch.equal(q(leaf), expected)
         assert q(leaf).dtype is other.dtype
         assert torch.equal(one(leaf), fake_quantize(other, 1.0))

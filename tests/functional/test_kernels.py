@@ -23,7 +23,10 @@ from torchq.functional.kernels import backend_for, reference, tiled, use_backend
 from torchq.functional.kernels import dispatch as choice
 
 
-@pytest.fixture(params=[2**18, 7], ids=["one-tile", "tiny-tiles"])
+@pytest.fixture(
+    params=[2**18, 7],
+    ids=["one-tile", "tiny-tiles"],
+)
 def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with so few elements in a tile that every case needs many."""
     monkeypatch.setattr(tiled, "_TILE", request.param)
@@ -136,7 +139,10 @@ def test_learned_gradients_of_tiles_equal_the_definition(
         got, _ = tiled.learned_gradients(grad, x, amax, CATALOG[name], None)
         assert got.dtype is dtype
         assert got.stride() == torch.empty_like(x).stride()
-        assert torch.equal(bits(got + 0.0), bits(expected + 0.0))
+        assert torch.equal(
+            bits(got + 0.0),
+            bits(expected + 0.0),
+        )
         x, amax = x.nan_to_num(1.0, 2.0, -2.0).clamp(-9, 9), amax.nan_to_num(posinf=3.0)
         _, expected = reference.learned_gradients(grad, x, amax, CATALOG[name], None)
         _, got = tiled.learned_gradients(grad, x, amax, CATALOG[name], None)
@@ -203,7 +209,10 @@ def test_choice() -> None:
 
     with use_backend("tiled"):
         torch.jit.trace(run, torch.ones(3), check_trace=False)
-        exported = torch.export.export(_Module(run), (torch.ones(3),))
+        exported = torch.export.export(
+            _Module(run),
+            (torch.ones(3),),
+        )
     assert set(seen) == {"reference"}
     assert all("torchq" not in str(node.target) for node in exported.graph.nodes)
 

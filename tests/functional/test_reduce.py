@@ -52,7 +52,10 @@ def x(request: pytest.FixtureRequest) -> Tensor:
     return in_order(request.param)
 
 
-@pytest.fixture(params=[2**18, 7], ids=["one-piece", "tiny-pieces"])
+@pytest.fixture(
+    params=[2**18, 7],
+    ids=["one-piece", "tiny-pieces"],
+)
 def piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with so few elements in a piece that every case needs many."""
     monkeypatch.setattr(tiled, "_TILE", request.param)
@@ -88,7 +91,11 @@ def test_nan_and_infinity_poison_their_group_alone(
     x[2, 3, 1] = value
     place = torch.zeros(4, 6, 5)
     place[2, 3, 1] = 1.0
-    expected = torch.where(granularity.amax(place) > 0, abs(value), 1.0)
+    expected = torch.where(
+        granularity.amax(place) > 0,
+        abs(value),
+        1.0,
+    )
     torch.testing.assert_close(
         reduce_amax(x, granularity),
         expected.to(compute_dtype(dtype)),

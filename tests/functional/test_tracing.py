@@ -52,7 +52,12 @@ def test_vmap(name: str) -> None:
     x = torch.randn(4, 5)
     amax = torch.rand(4) + 0.5
     format = CATALOG[name]
-    rows = fake_quantize(x, amax[:, None], format, PerAxis((0,)))
+    rows = fake_quantize(
+        x,
+        amax[:, None],
+        format,
+        PerAxis((0,)),
+    )
     assert same(torch.vmap(lambda v, a: fake_quantize(v, a, format))(x, amax), rows)
     assert same(
         torch.vmap(lambda a: fake_quantize(x[0], a, format))(amax)[2],

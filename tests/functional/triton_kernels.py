@@ -68,8 +68,14 @@ def test_through_the_public_function() -> None:
                 y = fake_quantize(leaf, amax, INT8, granularity)
             (y * x).sum().backward()
             results.append((y.detach(), leaf.grad))
-        assert torch.equal(results[0][0], results[1][0])
-        assert torch.equal(results[0][1], results[1][1])  # type: ignore[arg-type]
+        assert torch.equal(
+            results[0][0],
+            results[1][0],
+        )
+        assert torch.equal(
+            results[0][1],
+            results[1][1],
+        )  # type: ignore[arg-type]
 
 
 def test_what_the_kernels_leave_to_the_definition() -> None:

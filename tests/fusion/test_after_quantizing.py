@@ -191,7 +191,11 @@ def test_before_calibration_there_is_nothing_to_rescale() -> None:
 
 def test_an_unquantized_weight_needs_no_range() -> None:
     model = randomized(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
-    convert_(model[0], input=QuantDescriptor(amax=3.0), weight=None)
+    convert_(
+        model[0],
+        input=QuantDescriptor(amax=3.0),
+        weight=None,
+    )
     x = torch.randn(2, 3, 6, 6)
     want = outputs(model, x)
     assert fuse_(model, x).applied
@@ -218,7 +222,10 @@ def test_a_trained_net_keeps_its_accuracy_in_the_right_order_only() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     for step in range(60):
         index = torch.arange(64) + 64 * (step % 6)
-        loss = nn.functional.cross_entropy(model(images[index]), labels[index])
+        loss = nn.functional.cross_entropy(
+            model(images[index]),
+            labels[index],
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -47,7 +47,10 @@ def test_fold_after_conv(rank: int, groups: int, has_bias: bool) -> None:
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3])
-@pytest.mark.parametrize(("groups", "per_group"), [(1, 3), (2, 1), (2, 3), (4, 2)])
+@pytest.mark.parametrize(
+    ("groups", "per_group"),
+    [(1, 3), (2, 1), (2, 3), (4, 2)],
+)
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_fold_after_transposed_conv(
     rank: int, groups: int, per_group: int, has_bias: bool
@@ -118,8 +121,14 @@ def test_regroup_kernel(new_groups: int) -> None:
 )
 def test_compose(groups: int, one: Any, two: Any, stride: int) -> None:
     x = randn(2, 4, 11, 11)
-    first = al.KernelBias(randn(8, 4 // groups, one, one), randn(8))
-    second = al.KernelBias(randn(12, 8 // groups, two, two), randn(12))
+    first = al.KernelBias(
+        randn(8, 4 // groups, one, one),
+        randn(8),
+    )
+    second = al.KernelBias(
+        randn(12, 8 // groups, two, two),
+        randn(12),
+    )
     want = F.conv2d(
         F.conv2d(x, *first, stride=stride, groups=groups), *second, groups=groups
     )

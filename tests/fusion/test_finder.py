@@ -53,7 +53,10 @@ def test_traceable_parts_of_an_untraceable_model_are_folded_without_an_example()
     None
 ):
     model = Net(data_dependent(lambda m, x: m.other(x)))
-    model.other = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))  # type: ignore[assignment]
+    model.other = nn.Sequential(
+        nn.Conv2d(4, 4, 1),
+        nn.BatchNorm2d(4),
+    )  # type: ignore[assignment]
     assert fused_exactly(randomized(model.double()), image()).fused[0].name == "other.0"
 
 

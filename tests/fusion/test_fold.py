@@ -277,8 +277,14 @@ def test_low_precision_is_folded_in_float64(dtype: torch.dtype) -> None:
     fuse_(model)
     assert model[0].weight.dtype is dtype
     # one rounding to the storage type, and none before it
-    assert torch.equal(model[0].weight, exact[0].weight.to(dtype))
-    assert torch.equal(model[0].bias, exact[0].bias.to(dtype))
+    assert torch.equal(
+        model[0].weight,
+        exact[0].weight.to(dtype),
+    )
+    assert torch.equal(
+        model[0].bias,
+        exact[0].bias.to(dtype),
+    )
 
 
 def test_overflow_of_half_precision_is_refused() -> None:

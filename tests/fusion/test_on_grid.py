@@ -46,7 +46,13 @@ def counted_codes(before: Any, after: Any, norm: nn.Module) -> int:
     factor = scale.reshape(-1, 1, 1, 1).expand(after.weight.shape)
     old, new = (layer.weight.detach() for layer in (before, after))
     quantizers = (before.weight_quantizer, after.weight_quantizer)
-    compared = GridComparison.of(quantizers[0], old, quantizers[1], new, factor)
+    compared = GridComparison.of(
+        quantizers[0],
+        old,
+        quantizers[1],
+        new,
+        factor,
+    )
     return int(compared.other_codes.sum())
 
 
@@ -331,7 +337,11 @@ def test_what_is_refused_is_refused_alone_and_by_name(name: str) -> None:
     good = net(QuantDescriptor(axis=0))
     bad = net(QuantDescriptor(axis=0))
     change(bad)
-    model = nn.Sequential(bad, good[0].float(), good[1])
+    model = nn.Sequential(
+        bad,
+        good[0].float(),
+        good[1],
+    )
     model[1].in_channels = 3
     state = {name: t.clone() for name, t in bad.state_dict().items()}
     report = fuse_(model, progress=False)
@@ -354,7 +364,10 @@ def test_ranges_in_the_shape_of_old_checkpoints() -> None:
 
 
 def test_a_correction_of_results_folds_along() -> None:
-    model = net(QuantDescriptor(axis=0), nn.Conv2d(3, 8, 3))
+    model = net(
+        QuantDescriptor(axis=0),
+        nn.Conv2d(3, 8, 3),
+    )
     generator = torch.Generator().manual_seed(0)
     gain = torch.rand(8, generator=generator) + 0.5
     model[0].correct_output_(gain, torch.randn(8, generator=generator))
@@ -467,7 +480,10 @@ def test_what_rounds_nothing_is_folded_in_float(when: str) -> None:
     report = folded(model)[0]
     assert report.applied
     factor = norm_affine(norm)[0].reshape(-1, 1, 1, 1)
-    assert torch.equal(model[0].weight, (weight.double() * factor).float())
+    assert torch.equal(
+        model[0].weight,
+        (weight.double() * factor).float(),
+    )
     if when == "off":  # on again, its codes are those that it had
         model[0].weight_quantizer.mode = "quantize"
         assert counted_codes(on[0], model[0], norm) == 0
@@ -543,7 +559,11 @@ def test_norms_that_were_frozen_fold_in_training_mode() -> None:
 def test_linear_layers_with_a_norm_of_features() -> None:
     x = image().reshape(-1, 32)
     model = randomized(nn.Sequential(nn.Linear(32, 16), nn.BatchNorm1d(16)))
-    convert_(model[0], input=INPUT, weight=QuantDescriptor(axis=0))
+    convert_(
+        model[0],
+        input=INPUT,
+        weight=QuantDescriptor(axis=0),
+    )
     calibrate(model, [x], progress=False)
     want = outputs(model, x)
     report = fuse_(model, x, progress=False)

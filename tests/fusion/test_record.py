@@ -45,8 +45,16 @@ def structure(model: nn.Module) -> list[tuple[str, str, str]]:
 
 def small() -> nn.Sequential:
     torch.manual_seed(0)
-    body = nn.Sequential(conv_bn(3, 8, 3, bias=False), nn.ReLU(), RepVGGBlock(8, 8))
-    model = nn.Sequential(body, nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8))
+    body = nn.Sequential(
+        conv_bn(3, 8, 3, bias=False),
+        nn.ReLU(),
+        RepVGGBlock(8, 8),
+    )
+    model = nn.Sequential(
+        body,
+        nn.Conv2d(8, 8, 1),
+        nn.BatchNorm2d(8),
+    )
     assert isinstance(randomized(model), nn.Sequential)
     return model
 
@@ -74,7 +82,10 @@ def test_a_fresh_model_takes_the_structure_and_the_tensors_of_a_fused_one(
 
 def same_after_loading(fresh: nn.Module, fused: nn.Module, x: Tensor = IMAGE) -> bool:
     fresh.load_state_dict(fused.state_dict())
-    return torch.equal(outputs(fresh.eval(), x), outputs(fused, x))
+    return torch.equal(
+        outputs(fresh.eval(), x),
+        outputs(fused, x),
+    )
 
 
 def test_a_record_replays_in_any_mode_and_needs_no_example() -> None:

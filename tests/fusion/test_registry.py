@@ -73,7 +73,15 @@ def square(
     window: int, groups: int = 1, stride: int = 1, out_channels: int = 8
 ) -> Geometry:
     pads = (window // 2,) * 2
-    return Geometry(4, out_channels, groups, (window,) * 2, pads, pads, (stride,) * 2)
+    return Geometry(
+        4,
+        out_channels,
+        groups,
+        (window,) * 2,
+        pads,
+        pads,
+        (stride,) * 2,
+    )
 
 
 def linear_block(groups: int, stride: int) -> Any:
@@ -123,7 +131,12 @@ NOT_LINEAR = {
 @pytest.mark.parametrize("name", NOT_LINEAR)
 def test_what_is_not_one_convolution_is_rejected(name: str) -> None:
     with pytest.raises(NotAffine):
-        linear_map(NOT_LINEAR[name], 4, 2, square(3, out_channels=4))
+        linear_map(
+            NOT_LINEAR[name],
+            4,
+            2,
+            square(3, out_channels=4),
+        )
 
 
 LINEAR = {

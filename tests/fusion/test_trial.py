@@ -33,7 +33,11 @@ class Refuses(nn.Module):
 
 
 def test_models_that_cannot_be_copied_are_an_error_that_names_the_module() -> None:
-    body = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), Refuses())
+    body = nn.Sequential(
+        nn.Conv2d(3, 4, 1),
+        nn.BatchNorm2d(4),
+        Refuses(),
+    )
     model = nn.Sequential(nn.ReLU(), body).eval()
     text = r"1\.2: got a Refuses that cannot be copied \(one of a kind\); expected one that"
     with pytest.raises(FuseError, match=text):

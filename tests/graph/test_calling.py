@@ -199,7 +199,10 @@ def test_a_batch_of_a_loader_means_the_same_to_every_function() -> None:
     plain = copy.deepcopy(model)
     torchq.fuse_(model, batch)
     torchq.fuse_(plain, batch[0])
-    assert torch.equal(model(batch[0]), plain(batch[0]))
+    assert torch.equal(
+        model(batch[0]),
+        plain(batch[0]),
+    )
     torch.testing.assert_close(model(batch[0]), expected)
     torchq.quantize_(model, target="onnxruntime", example=batch)
     torchq.calibrate(model, [batch], progress=False)

@@ -46,7 +46,12 @@ def test_each_pass_is_pure_and_keeps_the_result(name: str, model: Net) -> None:
     before = graph.ir()
     state = copy.deepcopy(model.state_dict())
     result = graph.apply(name)
-    torch.testing.assert_close(result.module(X), model(X), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        result.module(X),
+        model(X),
+        rtol=1e-5,
+        atol=1e-6,
+    )
     assert graph.ir() == before
     assert model.drop.p == 0.5
     for key, value in model.state_dict().items():
@@ -89,7 +94,12 @@ def test_branches_are_merged() -> None:
     x = torch.randn(1, 4, 6, 6)
     model = nn.Sequential(Block(), nn.ReLU()).eval()
     merged = Graph(model, x).apply("merge_branches")
-    torch.testing.assert_close(merged.module(x), model(x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        merged.module(x),
+        model(x),
+        rtol=1e-4,
+        atol=1e-5,
+    )
 
 
 def test_shapes_and_types_are_attributes(model: Net) -> None:
@@ -184,7 +194,12 @@ def test_effects_in_place_survive_each_pass(name: str) -> None:
     result = Graph(model, X).apply(name)
     # Passes that fold numbers move them in the last digits.
     with torch.no_grad():
-        torch.testing.assert_close(result.module(X), model(X), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            result.module(X),
+            model(X),
+            rtol=1e-5,
+            atol=1e-6,
+        )
 
 
 def test_dropout_that_is_always_on_stays() -> None:
@@ -217,7 +232,10 @@ def test_a_pass_that_computes_something_else_is_refused(model: Net) -> None:
             GraphError, match=r"scaled: its graph is off by 1\.0e-02.*at most 0e\+00"
         ):
             graph.apply("scaled")
-        torch.testing.assert_close(graph.apply("lossy").module(X), 1.01 * model(X))
+        torch.testing.assert_close(
+            graph.apply("lossy").module(X),
+            1.01 * model(X),
+        )
     finally:
         for name in ("scaled", "lossy"):
             PASSES.remove(name)

@@ -92,7 +92,10 @@ class Options(nn.Module):
 
 def test_arguments_are_given_by_name_as_before() -> None:
     traced = trace_modules(Options())
-    assert torch.equal(traced(x=IMAGE, mask=None, scale=2.0), 2 * IMAGE)
+    assert torch.equal(
+        traced(x=IMAGE, mask=None, scale=2.0),
+        2 * IMAGE,
+    )
     assert torch.equal(traced(IMAGE), 2 * IMAGE)
     with pytest.raises(AssertionError, match="mask"):
         traced(IMAGE, mask=IMAGE)
@@ -133,7 +136,10 @@ def test_models_that_fx_cannot_follow_become_operators() -> None:
     model.eval()
     with torch.no_grad():
         assert torch.equal(runner.run(X), model(X))
-        assert torch.equal(runner.run(X, outputs="conv"), model.conv(X[..., None] + 1))
+        assert torch.equal(
+            runner.run(X, outputs="conv"),
+            model.conv(X[..., None] + 1),
+        )
 
 
 def test_code_that_takes_another_branch_while_it_is_traced_becomes_operators() -> None:
@@ -144,7 +150,10 @@ def test_code_that_takes_another_branch_while_it_is_traced_becomes_operators() -
     found = trace(Typed(), X)
     assert found.level == "aten"
     assert "something else" in found.lost[0]
-    assert torch.equal(GraphRunner(found.graph_module).run(X), X + 1)
+    assert torch.equal(
+        GraphRunner(found.graph_module).run(X),
+        X + 1,
+    )
 
 
 class Scaling(nn.Module):
@@ -194,7 +203,10 @@ def test_a_trace_leaves_what_a_forward_stores() -> None:
     assert model.last is None
     assert set(vars(model)) == names
     assert isinstance(found.graph_module, fx.GraphModule)
-    assert torch.equal(GraphRunner(found.graph_module).run(X), model.eval()(X))
+    assert torch.equal(
+        GraphRunner(found.graph_module).run(X),
+        model.eval()(X),
+    )
 
 
 def test_random_numbers_do_not_make_a_trace_differ() -> None:

@@ -50,7 +50,10 @@ class Maxout(nn.Module):
         self.second = nn.Conv2d(4, 4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = torch.maximum(self.first(x), self.second(x))
+        y = torch.maximum(
+            self.first(x),
+            self.second(x),
+        )
         return y + x.maximum(y)
 
 
@@ -71,10 +74,16 @@ def test_maximum_is_quantized_for_runtimes_that_take_it(tmp_path: Path) -> None:
     first = model.quant_maximum
     a = model.first(X)
     b = model.second(X)
-    wanted = torch.maximum(first.input_quantizer(a), first.other_quantizer(b))
+    wanted = torch.maximum(
+        first.input_quantizer(a),
+        first.other_quantizer(b),
+    )
     assert torch.equal(first(a, b), wanted)
     torchq.save(model, tmp_path / "m.pt")
-    assert torch.equal(torchq.load(Maxout().eval(), tmp_path / "m.pt")(X), model(X))
+    assert torch.equal(
+        torchq.load(Maxout().eval(), tmp_path / "m.pt")(X),
+        model(X),
+    )
     # Its kernel is a float one.
     assert not hasattr(quantized("onnxruntime"), "quant_maximum")
 

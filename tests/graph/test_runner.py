@@ -89,7 +89,10 @@ def test_the_structure_of_the_result_is_that_of_the_model(
 def test_inputs_are_a_tensor_a_sequence_or_a_mapping(
     runner: GraphRunner, inputs
 ) -> None:
-    assert torch.equal(runner.run(inputs, outputs="head"), runner.run(X)["logits"])
+    assert torch.equal(
+        runner.run(inputs, outputs="head"),
+        runner.run(X)["logits"],
+    )
 
 
 def test_modules_and_duplicates_are_outputs(net: Net, runner: GraphRunner) -> None:
@@ -115,7 +118,10 @@ def test_values_behind_a_quantizer_that_is_off_are_not_overwritten() -> None:
         nn.Linear(12, 4), off, nn.Flatten(), nn.ReLU(inplace=True)
     ).eval()
     runner = GraphRunner(trace(model, X).graph_module)
-    assert torch.equal(runner.run(X, outputs=["0", "3"])[0], model[0](X))
+    assert torch.equal(
+        runner.run(X, outputs=["0", "3"])[0],
+        model[0](X),
+    )
 
 
 def test_given_values_replace_nodes_and_are_not_overwritten(
@@ -126,7 +132,10 @@ def test_given_values_replace_nodes_and_are_not_overwritten(
     got = runner.run({"x": X, "one.first": value}, outputs="one")
     assert torch.equal(got, X + net.one.second(before.relu()))
     assert torch.equal(value, before)
-    assert torch.equal(runner.run({"one": X}, outputs="head"), net.head(net.two(X)))
+    assert torch.equal(
+        runner.run({"one": X}, outputs="head"),
+        net.head(net.two(X)),
+    )
 
 
 def test_only_ancestors_run(net: Net, runner: GraphRunner) -> None:
@@ -164,8 +173,14 @@ def test_statements_that_overwrite_run_before_their_value_is_read(
     found = trace(cls(), X)
     runner = GraphRunner(found.graph_module)
     assert found.level == level
-    assert torch.equal(runner.run(X, outputs="sin"), cls()(X))
-    assert torch.equal(runner.run(X, outputs=["mul", "sin"])[0], X * 2)
+    assert torch.equal(
+        runner.run(X, outputs="sin"),
+        cls()(X),
+    )
+    assert torch.equal(
+        runner.run(X, outputs=["mul", "sin"])[0],
+        X * 2,
+    )
     assert torch.equal(runner.run(X), cls()(X))
 
 
@@ -199,8 +214,14 @@ def test_hooks_see_and_replace(net: Net, runner: GraphRunner) -> None:
 def test_hooks_may_run_the_same_runner(net: Net, runner: GraphRunner) -> None:
     inner: list[Tensor] = []
     hook = {"two.first": lambda value: inner.append(runner.run(X * 2, outputs="head"))}
-    assert torch.equal(runner.run(X, outputs="head", hooks=hook), net(X)["logits"])
-    assert torch.equal(inner[0], net(X * 2)["logits"])
+    assert torch.equal(
+        runner.run(X, outputs="head", hooks=hook),
+        net(X)["logits"],
+    )
+    assert torch.equal(
+        inner[0],
+        net(X * 2)["logits"],
+    )
 
 
 def test_threads_share_a_runner(net: Net, runner: GraphRunner) -> None:
@@ -263,7 +284,11 @@ def test_values_are_freed_after_an_error() -> None:
     alive: list[weakref.ref] = []
     found = watched(runner, alive)
     with pytest.raises(GraphError, match="reshape") as caught:
-        runner.run(X[:, :5], outputs=["sin_2", "reshape"], hooks=found["hooks"])
+        runner.run(
+            X[:, :5],
+            outputs=["sin_2", "reshape"],
+            hooks=found["hooks"],
+        )
     held = [ref() is not None for ref in alive]
     # The traceback holds the arguments of the node that failed.
     assert held[:-1] == [False] * 5
@@ -279,7 +304,10 @@ def test_a_range_runs_on_values_of_its_border(net: Net, runner: GraphRunner) -> 
     (border,) = runner.range_inputs("two", "head")
     value = runner.run(X, outputs=border)
     assert torch.equal(value, net.one(X))
-    assert torch.equal(runner.run_range("two", "head", value), net(X)["logits"])
+    assert torch.equal(
+        runner.run_range("two", "head", value),
+        net(X)["logits"],
+    )
     assert torch.equal(
         runner.run_range("two", "head", {border: value}), net(X)["logits"]
     )
@@ -302,7 +330,10 @@ def test_figures_of_nodes(net: Net, runner: GraphRunner) -> None:
 class Repeated(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(12, 12), nn.ReLU())
+        self.layers = nn.Sequential(
+            nn.Linear(12, 12),
+            nn.ReLU(),
+        )
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return self.layers(self.layers(x)) + y

@@ -69,10 +69,20 @@ def test_the_layer_equals_its_simulation(
     flip = float(model.out_input_quantizer.scale) * float(
         model.out_proj.weight.detach().abs().max()
     )
-    torch.testing.assert_close(found[0].double(), expected[0], rtol=0, atol=1e-5 + flip)
+    torch.testing.assert_close(
+        found[0].double(),
+        expected[0],
+        rtol=0,
+        atol=1e-5 + flip,
+    )
     assert (found[1] is None) == (expected[1] is None)
     if found[1] is not None:  # behind integers without a tie: float32 alone
-        torch.testing.assert_close(found[1].double(), expected[1], rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            found[1].double(),
+            expected[1],
+            rtol=0,
+            atol=1e-5,
+        )
 
 
 @pytest.mark.parametrize(
@@ -109,7 +119,10 @@ def test_what_has_no_kernel_keeps_simulating_and_says_why() -> None:
         attention(batch_first=True), x, x, x, input=D(16), weight=D(BITS, axis=0)
     )
     int8 = torchq.deploy(model)
-    assert torch.equal(int8(x, x, x)[0], model(x, x, x)[0])
+    assert torch.equal(
+        int8(x, x, x)[0],
+        model(x, x, x)[0],
+    )
     (row,) = torchq.summary(int8).layers
     assert (
         row.note == "projection of the query: format int16 has no 8-bit integer kernel"

@@ -112,7 +112,11 @@ def config(input: torchq.QuantDescriptor) -> torchq.QuantConfig:
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("input", [INT8, FP8], ids=["kernel", "simulated"])
 def test_the_weight_stays_quantized(hook: str, input: torchq.QuantDescriptor) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3),
+    )
     x = torch.randn(2, 3, 9, 9)
     HOOKS[hook](model[2])
     calibrated(model, x, config(input))
@@ -120,7 +124,12 @@ def test_the_weight_stays_quantized(hook: str, input: torchq.QuantDescriptor) ->
     int8 = torchq.deploy(model, x)
     assert list(model.state_dict()) == keys  # the model keeps its hooks
     # Float32 sums differ in their last bits.
-    torch.testing.assert_close(int8(x), model(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        int8(x),
+        model(x),
+        rtol=1e-5,
+        atol=1e-5,
+    )
     kernels = sum(isinstance(m, Int8Conv) for m in int8.modules())
     stays = hook == "own hook"
     assert kernels == (0 if input is FP8 else 2 - stays)
@@ -131,10 +140,19 @@ def test_a_parametrized_weight_is_rounded_at_every_call() -> None:
         def forward(self, weight: Tensor) -> Tensor:
             return 2 * weight
 
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3),
+    )
     x = torch.randn(2, 3, 9, 9)
     torchq.quantize_(model.eval(), config(FP8))
     layer = model[2]
     parametrize.register_parametrization(layer, "weight", Double())
     torchq.calibrate(model, [x], progress=False)
-    torch.testing.assert_close(torchq.deploy(model)(x), model(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        torchq.deploy(model)(x),
+        model(x),
+        rtol=1e-5,
+        atol=1e-5,
+    )

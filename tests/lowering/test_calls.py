@@ -141,4 +141,9 @@ def test_a_trace_does_not_lose_the_quantization_of_operators(
     model = quantized(nn.Sequential(nn.Linear(8, 8), Operators(), nn.Linear(4, 4)), X)
     deployed = torchq.deploy(model, example)
     # A lost quantization changes results by 1.6 percent.
-    torch.testing.assert_close(deployed(X), model(X).detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        deployed(X),
+        model(X).detach(),
+        rtol=1e-5,
+        atol=1e-5,
+    )

@@ -160,7 +160,10 @@ def test_nothing_to_deploy() -> None:
 
 
 def test_uncalibrated_quantizers_are_named() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model = nn.Sequential(
+        nn.Linear(2, 2),
+        nn.Linear(2, 2),
+    )
     torchq.quantize_(model, recipe())
     torchq.calibrate(model, progress=False)
     model[1].input_quantizer.set_amax(1.0)  # type: ignore[union-attr, operator]

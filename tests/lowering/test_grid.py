@@ -118,7 +118,11 @@ def quantized(generator: torch.Generator, **fields: Any) -> nn.Module:
     rules = [
         Rule(f"type:{t}", input=input, weight=weight) for t in ("Conv2d", "Linear")
     ]
-    return simulated(model, [images(generator)], QuantConfig(tuple(rules)))
+    return simulated(
+        model,
+        [images(generator)],
+        QuantConfig(tuple(rules)),
+    )
 
 
 @pytest.mark.parametrize(
@@ -175,7 +179,10 @@ def share_off(model: nn.Module, simulated: nn.Module, x: Tensor) -> float:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(("unsigned", "most"), [(False, 1e-5), ("auto", 2e-5)])
+@pytest.mark.parametrize(
+    ("unsigned", "most"),
+    [(False, 1e-5), ("auto", 2e-5)],
+)
 @pytest.mark.parametrize("network", [Residual, Gated])
 def test_one_code_in_1e5_differs_by_one(
     network: type[nn.Module], unsigned: bool | str, most: float

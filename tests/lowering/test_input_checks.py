@@ -81,7 +81,10 @@ def test_nan_does_not_become_a_number(name: str, fuse: bool) -> None:
     assert bool(model(x).isnan().any())
     int8 = torchq.deploy(model, target=Torch(fuse=fuse))
     if name == "dynamic":
-        assert torch.equal(int8(x).isnan(), model(x).isnan())
+        assert torch.equal(
+            int8(x).isnan(),
+            model(x).isnan(),
+        )
     else:
         with pytest.raises(
             torchq.errors.QuantizationError, match="got NaN; expected numbers"
@@ -96,7 +99,12 @@ def test_infinity_saturates_as_in_the_simulation(name: str, sign: int) -> None:
     model = MODELS[name]()
     x = example(name)
     x.view(-1)[5] = sign * torch.inf
-    torch.testing.assert_close(torchq.deploy(model)(x), model(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        torchq.deploy(model)(x),
+        model(x),
+        rtol=1e-5,
+        atol=1e-5,
+    )
 
 
 @CASES
@@ -112,7 +120,10 @@ def test_autocast_converts_what_layers_hand_on(name: str, fuse: bool) -> None:
 
 
 def test_an_image_is_not_taken_for_codes() -> None:
-    layer = torchq.deploy(calibrated(nn.Conv2d(3, 8, 3), X), target=Torch(fuse=False))
+    layer = torchq.deploy(
+        calibrated(nn.Conv2d(3, 8, 3), X),
+        target=Torch(fuse=False),
+    )
     assert isinstance(layer, Int8Conv)
     with pytest.raises(TypeError, match=r"Int8Conv: got a tensor of torch\.uint8"):
         layer(torch.zeros(1, 3, 9, 9, dtype=torch.uint8))
@@ -144,7 +155,11 @@ SMALL = {
 def test_images_that_are_smaller_than_the_kernel(case: str, fuse: bool) -> None:
     make, shape, small = SMALL[case]
     model = calibrated(make(), torch.randn(shape))
-    int8 = torchq.deploy(model, torch.randn(shape), target=Torch(fuse=fuse))
+    int8 = torchq.deploy(
+        model,
+        torch.randn(shape),
+        target=Torch(fuse=fuse),
+    )
     with pytest.raises(RuntimeError, match="Kernel size can't be greater"):
         model(torch.randn(small))
     refusal = (

@@ -123,7 +123,11 @@ def test_a_residual_that_has_to_be_broadcast(
     x = torch.randint(0, 256, (2, 16, 7, 7), generator=generator).to(torch.uint8)
     weight = weight_codes(32, 16, 3, 3, generator=generator)
     weights = Int8Weights(weight, torch.full((32,), 1e-3), None, 0.02, 0)
-    params = ConvParams((1, 1), (1, 1), (1, 1))
+    params = ConvParams(
+        (1, 1),
+        (1, 1),
+        (1, 1),
+    )
     relu = Epilogue(activation="relu")
     residual = torch.randn(2, 32, 1, 1, generator=generator)
     without = RUNS[run](x, weights, params, Epilogue(), None)
@@ -152,7 +156,10 @@ def test_codes_of_any_number_of_channels_are_pooled_as_values(
         codes = codes.contiguous(memory_format=torch.channels_last)
     *sizes, ceil_mode = window
     pool = nn.MaxPool2d(*sizes, ceil_mode=ceil_mode)
-    assert torch.equal(CodesMaxPool2d(pool)(codes).float(), pool(codes.float()))
+    assert torch.equal(
+        CodesMaxPool2d(pool)(codes).float(),
+        pool(codes.float()),
+    )
 
 
 def packed() -> int:

@@ -70,19 +70,35 @@ FEW_BITS = torchq.Rule(
 def test_other_grids(config: torchq.QuantConfig) -> None:
     x = torch.randn(4, 24)
     model = calibrated(nn.Linear(24, 10), x, config)
-    torch.testing.assert_close(torchq.deploy(model)(x), model(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        torchq.deploy(model)(x),
+        model(x),
+        rtol=1e-5,
+        atol=1e-5,
+    )
 
 
 def test_dead_ranges_give_the_bias() -> None:
-    model = calibrated(nn.Linear(4, 3), torch.zeros(2, 4))
-    assert torch.equal(torchq.deploy(model)(torch.randn(2, 4)), model.bias.expand(2, 3))  # type: ignore[operator]
+    model = calibrated(
+        nn.Linear(4, 3),
+        torch.zeros(2, 4),
+    )
+    assert torch.equal(
+        torchq.deploy(model)(torch.randn(2, 4)),
+        model.bias.expand(2, 3),
+    )  # type: ignore[operator]
 
 
 def test_a_scale_in_front_of_the_quantizer() -> None:
     x = torch.randn(4, 24)
     model = calibrated(nn.Linear(24, 10), x)
     model.input_quantizer.pre_quant_scale = torch.rand(24) + 0.5  # type: ignore[union-attr]
-    torch.testing.assert_close(torchq.deploy(model)(x), model(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        torchq.deploy(model)(x),
+        model(x),
+        rtol=1e-5,
+        atol=1e-5,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
@@ -192,9 +208,18 @@ def test_what_has_no_kernel_keeps_simulating_and_says_why(
     for part in layer.modules():
         if hasattr(part, "reset_parameters"):
             part.reset_parameters()
-    model = calibrated(nn.Sequential(layer), x, torchq.QuantConfig((rule,)))
+    model = calibrated(
+        nn.Sequential(layer),
+        x,
+        torchq.QuantConfig((rule,)),
+    )
     int8 = torchq.deploy(model)
-    torch.testing.assert_close(int8(x), model(x), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        int8(x),
+        model(x),
+        rtol=1e-6,
+        atol=1e-6,
+    )
     (row,) = torchq.summary(int8).layers
     assert (row.kernel, row.note) == ("simulated", reason)
 
@@ -215,7 +240,12 @@ def test_subclasses_are_lowered_unless_they_compute_something_else() -> None:
     ).eval()
     model[2].forward = lambda input: torch.zeros(())  # type: ignore[method-assign]
     torchq.calibrate(model[:2], [x], progress=False)
-    torchq.calibrate(model[2], [x], progress=False, on_unseen="disable")
+    torchq.calibrate(
+        model[2],
+        [x],
+        progress=False,
+        on_unseen="disable",
+    )
     int8 = torchq.deploy(model, target=Torch(fuse=False))
     assert [type(layer) for layer in int8.children()] == [
         Int8Linear,
@@ -249,7 +279,10 @@ def test_many_image_sizes_keep_a_few_kernels() -> None:
     first = [layer(x) for x in images]
     assert all(torch.equal(layer(x), y) for x, y in zip(images, first, strict=True))
     assert 0 < len(layer._runs) <= MOST_SHAPES  # type: ignore[arg-type]
-    assert torch.equal(layer(images[0][0]), first[0][0])
+    assert torch.equal(
+        layer(images[0][0]),
+        first[0][0],
+    )
 
 
 def config(**descriptors: torchq.QuantDescriptor) -> torchq.QuantConfig:

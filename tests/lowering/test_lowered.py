@@ -314,7 +314,10 @@ def test_a_layer_that_two_nodes_call_has_an_epilogue_for_each() -> None:
     assert layers[0].kernel is layers[1].kernel  # one packed weight
 
 
-@pytest.mark.parametrize(("unsigned", "codes"), [(False, (0, 12)), ("auto", (0, 24))])
+@pytest.mark.parametrize(
+    ("unsigned", "codes"),
+    [(False, (0, 12)), ("auto", (0, 24))],
+)
 def test_a_clamp_becomes_bounds_of_codes(unsigned: Any, codes: tuple[int, int]) -> None:
     """The codes of values that are never negative start at 0, on ranges of either kind."""
     model = simulated(

@@ -129,8 +129,16 @@ class Taking(nn.Module):
     def __init__(self, how: str, container: type[nn.Sequential]) -> None:
         super().__init__()
         self.how = how
-        block = nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1))
-        self.layers = container(nn.Conv2d(3, 4, 3), nn.ReLU(), block)
+        block = nn.Sequential(
+            nn.Conv2d(4, 4, 1),
+            nn.ReLU(),
+            nn.Conv2d(4, 4, 1),
+        )
+        self.layers = container(
+            nn.Conv2d(3, 4, 3),
+            nn.ReLU(),
+            block,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         if x.sum() > 1e9:
@@ -183,7 +191,10 @@ def test_a_class_that_refuses_to_be_copied_is_an_error(images: Tensor) -> None:
         def __deepcopy__(self, memo: dict[int, Any]) -> Unique:
             raise RuntimeError("there is only one\nof these")
 
-    model = nn.Sequential(Unique(3, 3, 1), nn.Conv2d(3, 3, 1))
+    model = nn.Sequential(
+        Unique(3, 3, 1),
+        nn.Conv2d(3, 3, 1),
+    )
     calibrated(model, images)
     text = r"deploy: got a Sequential that cannot be copied \(there is only one\); expected one"
     with pytest.raises(torchq.errors.ExportError, match=text):

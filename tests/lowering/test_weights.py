@@ -28,7 +28,10 @@ def layers(model: nn.Module) -> list[DeployedLayer]:
 def dropped(fuse: bool = True) -> tuple[nn.Module, nn.Module, Tensor]:
     """Return a deployed network that has run, the same that has not, and an input."""
     x = torch.randn(2, 3, 16, 16)
-    whole = torchq.deploy(calibrated(Residual().eval(), x), target=Torch(fuse=fuse))
+    whole = torchq.deploy(
+        calibrated(Residual().eval(), x),
+        target=Torch(fuse=fuse),
+    )
     model = copy.deepcopy(whole)
     model(x), model(x.abs())
     assert not plain(model)
@@ -107,7 +110,10 @@ def test_weights_that_are_unpacked_in_inference_mode_are_ordinary_tensors() -> N
 def test_a_model_that_has_run_can_be_converted() -> None:
     model, whole, x = dropped()
     model.to(torch.bfloat16), whole.to(torch.bfloat16)
-    assert torch.equal(model(x.bfloat16()), whole(x.bfloat16()))
+    assert torch.equal(
+        model(x.bfloat16()),
+        whole(x.bfloat16()),
+    )
     assert {layer.weight_scale.dtype for layer in layers(model)} == {torch.float32}
 
 
@@ -134,8 +140,14 @@ def test_weights_of_a_mapped_file_stay_there_until_they_are_packed(
     mapped = torch.load(path, mmap=True, weights_only=False)
     assert {file_at(weight.data_ptr()) for weight in plain(mapped)} == {str(path)}
     for size in (16, 8, 16):
-        assert torch.equal(mapped(x[..., :size, :size]), model(x[..., :size, :size]))
-    assert torch.equal(copy.deepcopy(mapped)(x), model(x))
+        assert torch.equal(
+            mapped(x[..., :size, :size]),
+            model(x[..., :size, :size]),
+        )
+    assert torch.equal(
+        copy.deepcopy(mapped)(x),
+        model(x),
+    )
     assert not plain(mapped)
 
 

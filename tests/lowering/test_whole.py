@@ -40,7 +40,11 @@ class Picky(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.block = Block(conv=nn.Conv2d(3, 3, 1), act=nn.ReLU(), f=[-1])
+        self.block = Block(
+            conv=nn.Conv2d(3, 3, 1),
+            act=nn.ReLU(),
+            f=[-1],
+        )
         self.last = nn.Conv2d(3, 3, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,7 +110,10 @@ class Unknown(dict[str, Any]):
 class Answering(nn.Module):
     def __init__(self, answer: Callable[[Tensor], Any]) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1))
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 3, 1),
+            nn.Conv2d(3, 3, 1),
+        )
         self.answer = answer
 
     def forward(self, x: Tensor) -> Any:
@@ -186,7 +193,11 @@ class Head(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = Called(nn.Conv2d(4, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1))
+        self.layers = Called(
+            nn.Conv2d(4, 4, 1),
+            nn.ReLU(),
+            nn.Conv2d(4, 4, 1),
+        )
         self.seen = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -198,7 +209,11 @@ class Head(nn.Module):
 class Detector(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.body = Called(nn.Conv2d(3, 2, 1), nn.ReLU(), nn.Conv2d(2, 4, 1))
+        self.body = Called(
+            nn.Conv2d(3, 2, 1),
+            nn.ReLU(),
+            nn.Conv2d(2, 4, 1),
+        )
         self.heads = nn.ModuleList([Head(), Head()])
 
     def forward(self, x: Tensor) -> list[Tensor]:

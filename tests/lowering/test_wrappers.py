@@ -17,7 +17,10 @@ pytestmark = [needs_gloo, pytest.mark.usefixtures("one_process")]
 
 def network(x: torch.Tensor) -> nn.Sequential:
     torch.manual_seed(0)
-    stem = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
+    stem = nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.ReLU(),
+    )
     model = calibrated(nn.Sequential(stem, nn.Flatten(), nn.Linear(288, 5)), x)
     assert isinstance(model, nn.Sequential)
     return model

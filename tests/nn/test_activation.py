@@ -14,7 +14,10 @@ X = torch.linspace(-4, 4, 1001)
 
 
 def silu() -> QuantSiLU:
-    module = convert_(nn.SiLU(), input=torchq.QuantDescriptor(amax=4.0))
+    module = convert_(
+        nn.SiLU(),
+        input=torchq.QuantDescriptor(amax=4.0),
+    )
     assert isinstance(module, QuantSiLU)
     return module
 
@@ -22,15 +25,26 @@ def silu() -> QuantSiLU:
 def test_the_gate_is_off_until_asked_for() -> None:
     module = silu()
     x = module.input_quantizer(X)
-    assert torch.equal(module(X), torch.nn.functional.silu(x))
+    assert torch.equal(
+        module(X),
+        torch.nn.functional.silu(x),
+    )
     module.gate_quantizer.mode = "quantize"
     codes = torch.clamp(torch.round(torch.sigmoid(x) * 255), 0, 255)
     # Both sides round code / 255 to float32, in another order: a few units in the last place of
     # numbers up to 4.
-    torch.testing.assert_close(module(X), x * codes / 255, atol=2e-6, rtol=0)
+    torch.testing.assert_close(
+        module(X),
+        x * codes / 255,
+        atol=2e-6,
+        rtol=0,
+    )
     assert not torch.equal(module(X), torch.nn.functional.silu(x))
     module.gate_quantizer.mode = "off"
-    assert torch.equal(module(X), torch.nn.functional.silu(x))
+    assert torch.equal(
+        module(X),
+        torch.nn.functional.silu(x),
+    )
 
 
 def test_gradients_pass_through_the_gate() -> None:
@@ -70,7 +84,10 @@ def test_the_runtime_that_needs_it_switches_it_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_bits", [4, (4, 3)])
 def test_other_formats(num_bits: int | tuple[int, int]) -> None:
-    module = convert_(nn.SiLU(), input=torchq.QuantDescriptor(num_bits, amax=4.0))
+    module = convert_(
+        nn.SiLU(),
+        input=torchq.QuantDescriptor(num_bits, amax=4.0),
+    )
     module.gate_quantizer.mode = "quantize"
     # Half a step of 4 / 7 at the largest slope, 1.1, and half a step of 1 / 15 of the gate times
     # 4; E4M3 is finer.

@@ -205,7 +205,10 @@ def test_errors_name_what_is_wrong(generator: torch.Generator) -> None:
         )
 
 
-@pytest.mark.parametrize(("axis", "shares"), [(None, False), (0, True)])
+@pytest.mark.parametrize(
+    ("axis", "shares"),
+    [(None, False), (0, True)],
+)
 def test_one_range_of_two_ends_takes_no_factors_of_both_signs(
     axis: int | None, shares: bool
 ) -> None:

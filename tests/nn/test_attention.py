@@ -105,7 +105,10 @@ def test_off_is_torch_and_observing_is_the_same_arithmetic(
     inputs = tokens(module)
     set_modes(twin, "off")
     with torch.no_grad():
-        assert same(twin(*inputs, **masks), module(*inputs, **masks))
+        assert same(
+            twin(*inputs, **masks),
+            module(*inputs, **masks),
+        )
     expected = module(*inputs, **masks)
     assert same(twin(*inputs, **masks), expected)
     set_modes(twin, "observe")
@@ -172,7 +175,10 @@ def test_quantized_is_by_hand(products: bool) -> None:
     inputs = tokens(module)
     if products:
         quantize_products(twin)
-    assert same(twin(*inputs), by_hand(module, *inputs, products))
+    assert same(
+        twin(*inputs),
+        by_hand(module, *inputs, products),
+    )
 
 
 def test_training_reaches_every_parameter() -> None:
@@ -197,7 +203,10 @@ def test_rows_without_a_key_give_zero(dtype: torch.dtype) -> None:
     inputs = [x.to(dtype) for x in tokens(module)]
     masks = {"key_padding_mask": hidden, "attn_mask": torch.ones(4, 5).triu(2).bool()}
     y, weights = twin(*inputs, **masks)
-    assert torch.equal(weights[0], torch.zeros_like(weights[0]))
+    assert torch.equal(
+        weights[0],
+        torch.zeros_like(weights[0]),
+    )
     torch.testing.assert_close(
         weights[1].sum(-1), torch.ones(4, dtype=dtype), rtol=0, atol=0.1
     )
@@ -214,7 +223,10 @@ def test_two_masks_may_leave_a_row_without_a_key_together() -> None:
     padded = torch.tensor([[True, False, False, False, False], [False] * 5])
     _, weights = twin(*tokens(module), key_padding_mask=padded, attn_mask=first_alone)
     assert not weights[0].any()
-    assert torch.equal(weights[1, :, 0] > 0.9, torch.ones(4, dtype=torch.bool))
+    assert torch.equal(
+        weights[1, :, 0] > 0.9,
+        torch.ones(4, dtype=torch.bool),
+    )
 
 
 def test_extra_keys_are_left_where_all_others_are_masked() -> None:
@@ -347,7 +359,10 @@ def test_the_function_becomes_a_child(target: str, shown: bool, tmp_path: Path) 
     torchq.calibrate(model, [x], progress=False)
     assert model.quant_attention.softmax_quantizer.descriptor.unsigned
     torchq.save(model, tmp_path / "m.pt")
-    assert torch.equal(torchq.load(Functional().eval(), tmp_path / "m.pt")(x), model(x))
+    assert torch.equal(
+        torchq.load(Functional().eval(), tmp_path / "m.pt")(x),
+        model(x),
+    )
     torchq.restore_(model)
     assert torch.equal(model(x), expected)
     plain = Functional()

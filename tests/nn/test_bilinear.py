@@ -22,7 +22,10 @@ class Pairing(nn.Module):
         self.bilinear = nn.Bilinear(4, 3, 2)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        out: Tensor = self.bilinear(self.left(x), 10 * self.right(y))
+        out: Tensor = self.bilinear(
+            self.left(x),
+            10 * self.right(y),
+        )
         return out
 
 
@@ -55,7 +58,12 @@ def test_deployed_models_simulate_it_and_say_so(
     row = next(row for name, row in rows.items() if "bilinear" in name)
     assert row.kernel == "simulated"
     assert row.note == "no integer kernel for QuantBilinear"
-    assert torch.allclose(deployed(**batch), model(**batch), rtol=0.05, atol=0.05)
+    assert torch.allclose(
+        deployed(**batch),
+        model(**batch),
+        rtol=0.05,
+        atol=0.05,
+    )
 
 
 @pytest.mark.slow

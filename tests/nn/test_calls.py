@@ -229,7 +229,12 @@ def test_deploys_on_an_integer_kernel(name: str) -> None:
     assert [row.note for row in rows] == [
         "only an example shows what its function calls do"
     ]
-    torch.testing.assert_close(alone(x), model(x).detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        alone(x),
+        model(x).detach(),
+        rtol=1e-5,
+        atol=1e-5,
+    )
     for batch in (x, torch.cat([x, x])):
         torch.testing.assert_close(
             deployed(batch), model(batch).detach(), rtol=1e-5, atol=1e-5
@@ -248,7 +253,12 @@ def test_weight_formats_and_blocks() -> None:
         layer.weight.copy_(module.weight.t())
         layer.bias.zero_()
     torchq.quantize_(layer, config)
-    torch.testing.assert_close(module(x), layer(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        module(x),
+        layer(x),
+        rtol=1e-5,
+        atol=1e-5,
+    )
 
 
 def test_attributes_stay_alive() -> None:
@@ -307,7 +317,10 @@ def test_a_model_planned_on_one_branch_refuses_weights_of_the_other() -> None:
     module.rounds = 1
     kernel = module.kernels[0]
     call = module.kernels_0_call
-    expected = F.linear(call.input_quantizer(x), call.weight_quantizer(kernel))
+    expected = F.linear(
+        call.input_quantizer(x),
+        call.weight_quantizer(kernel),
+    )
     assert torch.equal(module(x), expected)
     for attribute, value, site in (("rounds", 3, "@linear0#2"), ("other", True, "@0")):
         module.rounds, module.other = 2, False

@@ -111,10 +111,16 @@ def test_none_leaves_a_tensor_alone(generator: torch.Generator) -> None:
         reduce_amax(plain.weight, ROWS.granularity),
         granularity=ROWS.granularity,
     )
-    assert torch.equal(module(x), nn.functional.linear(x, rows, plain.bias))
+    assert torch.equal(
+        module(x),
+        nn.functional.linear(x, rows, plain.bias),
+    )
     only_input = convert_(copy.deepcopy(plain), input=INT8)
     assert list(only_input.quantized_weights()) == []  # type: ignore[operator]
-    assert torch.equal(only_input(x), plain(fake_quantize(x, x.abs().max())))
+    assert torch.equal(
+        only_input(x),
+        plain(fake_quantize(x, x.abs().max())),
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
@@ -345,7 +351,10 @@ def test_save_load_deploy(tmp_path: Path) -> None:
     nn.init.normal_(model.stem.weight, std=0.2)
     simulated(model, [x])
     torchq.save(model, tmp_path / "m.pt")
-    assert torch.equal(torchq.load(Video().eval(), tmp_path / "m.pt")(x), model(x))
+    assert torch.equal(
+        torchq.load(Video().eval(), tmp_path / "m.pt")(x),
+        model(x),
+    )
     kernels = {
         row.name: row.kernel for row in torchq.summary(torchq.deploy(model, x)).layers
     }
@@ -443,7 +452,10 @@ def test_torch_removes_the_parametrization_of_a_quantized_layer() -> None:
 @pytest.mark.parametrize("name", PARAMETRIZATIONS)
 def test_files_and_copies(name: str, tmp_path: Path) -> None:
     model = quantized(name)
-    assert torch.equal(copy.deepcopy(model)(X), model(X))
+    assert torch.equal(
+        copy.deepcopy(model)(X),
+        model(X),
+    )
     torchq.save(model, tmp_path / "model.pt")
     loaded = torchq.load(network(name), tmp_path / "model.pt").eval()
     assert torch.equal(loaded(X), model(X))
@@ -463,4 +475,9 @@ def test_integer_kernels_get_the_computed_weight(name: str) -> None:
     model = quantized(name)
     int8 = torchq.deploy(model, X)
     # Float32 sums differ in their last bits.
-    torch.testing.assert_close(int8(X), model(X), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        int8(X),
+        model(X),
+        rtol=1e-5,
+        atol=1e-5,
+    )

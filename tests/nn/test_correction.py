@@ -17,7 +17,10 @@ def corrected() -> QuantLinear:
         input_descriptor=QuantDescriptor(amax=1.0),
         weight_descriptor=QuantDescriptor(amax=1.0),
     )
-    layer.correct_output_(torch.tensor([2.0, 2.0]), torch.tensor([3.0, 3.0]))
+    layer.correct_output_(
+        torch.tensor([2.0, 2.0]),
+        torch.tensor([3.0, 3.0]),
+    )
     return layer
 
 

@@ -133,7 +133,10 @@ def test_tiles_of_a_cache_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(tiled, "_TILE", size)
         assert torch.equal(evaluated(model, x), expected[0])
         assert torch.equal(evaluated(model, last), expected[0])
-        assert torch.equal(evaluated(model.first, x[0]), expected[1])
+        assert torch.equal(
+            evaluated(model.first, x[0]),
+            expected[1],
+        )
 
 
 @pytest.mark.parametrize(
@@ -186,7 +189,10 @@ def loaded(layer: Any) -> None:
 
 
 def shifted(layer: Any) -> None:
-    layer.correct_output_(torch.full((16,), 1.5), torch.full((16,), 0.1))
+    layer.correct_output_(
+        torch.full((16,), 1.5),
+        torch.full((16,), 0.1),
+    )
 
 
 CHANGES = [
@@ -383,12 +389,18 @@ def test_a_kernel_that_is_not_exact_is_noticed_and_gone_around(
     monkeypatch.setattr(nn.Conv2d, "_conv_forward", rounds)
     model = copy.deepcopy(model)
     assert torch.equal(evaluated(model, x), expected[0])
-    assert torch.equal(evaluated(model, x[:2]), expected[1])
+    assert torch.equal(
+        evaluated(model, x[:2]),
+        expected[1],
+    )
     calls.clear()
     assert torch.equal(evaluated(model, x), expected[0])
     assert calls == 3 * [torch.float64]  # The float32 kernel is not tried again.
     calls.clear()
-    assert torch.equal(evaluated(model, x[:2]), expected[1])
+    assert torch.equal(
+        evaluated(model, x[:2]),
+        expected[1],
+    )
     assert calls == 3 * [torch.float32]
 
 
@@ -400,7 +412,10 @@ def test_kernels_other_than_those_of_onednn_give_the_same_bits() -> None:
     expected = evaluated(model, x)
     with torch.backends.mkldnn.flags(enabled=False):
         assert torch.equal(evaluated(model, x), expected)
-        assert torch.equal(evaluated(model, x[:4]), expected[:4])
+        assert torch.equal(
+            evaluated(model, x[:4]),
+            expected[:4],
+        )
 
 
 @pytest.mark.parametrize("features", [700, 1400, 3000])
@@ -416,7 +431,12 @@ def test_sums_too_large_for_float32_are_added_in_parts(features: int) -> None:
     torchq.calibrate(model, [x], correct=False, progress=False)
     assert model[0].rounded_by
     found = evaluated(model[0], x)
-    expected = reference(model[0], x, model[2].input_quantizer, F.conv2d)
+    expected = reference(
+        model[0],
+        x,
+        model[2].input_quantizer,
+        F.conv2d,
+    )
     assert torch.equal(found, expected)
 
 
@@ -549,7 +569,10 @@ def test_kept_numbers_are_made_again_where_one_is_another() -> None:
     assert [
         kept.get(settings, (numbers, None), lambda: next(made)) for _ in range(3)
     ] == [0] * 3
-    numbers.data[2] = torch.nextafter(numbers[2], torch.tensor(9.0))
+    numbers.data[2] = torch.nextafter(
+        numbers[2],
+        torch.tensor(9.0),
+    )
     assert kept.get(settings, (numbers, None), lambda: next(made)) == 1
     assert kept.get((object(),), (numbers, None), lambda: next(made)) == 2
     assert kept.get(settings, (numbers.double(), None), lambda: next(made)) == 3

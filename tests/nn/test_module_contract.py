@@ -113,7 +113,11 @@ def test_off_is_torch(case: Case) -> None:
 def test_quantized_is_by_hand(case: Case) -> None:
     plain, module = convert(case)
     x = case.inputs()
-    assert agree(case, module(*x, **case.kwargs), by_hand(case, plain, x))
+    assert agree(
+        case,
+        module(*x, **case.kwargs),
+        by_hand(case, plain, x),
+    )
     if x[0].numel() and not isinstance(plain, nn.Embedding | nn.EmbeddingBag):
         assert not equal(
             module(*x, **case.kwargs), plain(*x, **case.kwargs)
@@ -286,7 +290,10 @@ def test_symbolic_trace(case: Case) -> None:
     if isinstance(module, nn.RNNBase):
         pytest.skip("the steps are a loop over the length of the input")
     traced = torch.fx.symbolic_trace(holder_of(case, module))
-    assert equal(traced(*x), module(*x, **case.kwargs))
+    assert equal(
+        traced(*x),
+        module(*x, **case.kwargs),
+    )
 
 
 def test_direct_construction() -> None:

@@ -52,9 +52,15 @@ def test_binary_operators(cls: type[Any], function: Any, dtype: torch.dtype) -> 
 def test_operands_that_are_no_floats_pass(other: Any) -> None:
     module = torchq.nn.QuantMul()
     x = torch.tensor([[1.0, -1.0], [0.5, 0.25]])
-    assert torch.equal(module(x, other), fake_quantize(x, 1.0) * other)
+    assert torch.equal(
+        module(x, other),
+        fake_quantize(x, 1.0) * other,
+    )
     module.other_quantizer.set_amax(1.0)
-    assert torch.equal(module(x, other), fake_quantize(x, 1.0) * other)
+    assert torch.equal(
+        module(x, other),
+        fake_quantize(x, 1.0) * other,
+    )
 
 
 def test_cat_has_one_range() -> None:
@@ -66,7 +72,10 @@ def test_cat_has_one_range() -> None:
     )
     amax = torch.cat([a, b]).abs().max()
     assert torch.equal(module.input_quantizer.amax, amax)
-    assert torch.equal(module([a, b]), fake_quantize(torch.cat([a, b]), amax))
+    assert torch.equal(
+        module([a, b]),
+        fake_quantize(torch.cat([a, b]), amax),
+    )
     assert torch.equal(
         module((a.t(), b.t()), dim=1), fake_quantize(torch.cat([a, b]), amax).t()
     )
@@ -134,7 +143,10 @@ def test_wiring_changes_the_forward_alone() -> None:
     handle = module.q.register_forward_hook(lambda m, args, out: seen.append(out))
     module(x)
     handle.remove()
-    assert torch.equal(seen[0], module.linear(x) + x)
+    assert torch.equal(
+        seen[0],
+        module.linear(x) + x,
+    )
     assert type(revert_(module)) is Gate
     assert list(vars(module)) == list(vars(Gate()))
     assert [n for n, _ in module.named_children()] == ["linear"]
@@ -174,7 +186,11 @@ def test_a_forward_that_iterates_over_its_children_does_not_meet_the_new_ones() 
 
 def test_sharing_is_one_quantizer(tmp_path: Path) -> None:
     def make() -> nn.Module:
-        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+        return nn.Sequential(
+            nn.Linear(4, 4),
+            nn.Linear(4, 4),
+            nn.Linear(4, 4),
+        )
 
     model = make()
     torchq.quantize_(model)
@@ -198,7 +214,10 @@ def saved(model: nn.Module, folder: Path) -> Path:
 
 
 def test_sharing_takes_the_largest_known_range() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = nn.Sequential(
+        nn.Linear(4, 4),
+        nn.Linear(4, 4),
+    )
     torchq.quantize_(model)
     model[0].input_quantizer.set_amax(1.0)
     model[1].input_quantizer.set_amax(3.0)
@@ -208,7 +227,10 @@ def test_sharing_takes_the_largest_known_range() -> None:
 
 
 def test_what_cannot_be_shared_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = nn.Sequential(
+        nn.Linear(4, 4),
+        nn.Linear(4, 4),
+    )
     torchq.quantize_(model)
     text = (
         r"share_range_: '0\.\*' selects \['0\.input_quantizer'\]; expected at least two"

@@ -41,7 +41,11 @@ def calibrated(d: QuantDescriptor, x: torch.Tensor) -> TensorQuantizer:
 
 
 def same_range(one: TensorQuantizer, other: TensorQuantizer) -> bool:
-    pairs = zip(one.range.ends(), other.range.ends(), strict=True)
+    pairs = zip(
+        one.range.ends(),
+        other.range.ends(),
+        strict=True,
+    )
     return all(torch.equal(a, b) for (_, a), (_, b) in pairs)
 
 
@@ -132,7 +136,10 @@ def test_deepcopy_and_pickle(d: QuantDescriptor, x: torch.Tensor) -> None:
 def test_amax_keeps_float32_to_the_bit(
     d: QuantDescriptor, convert: str, x: torch.Tensor
 ) -> None:
-    model = nn.Sequential(nn.Linear(6, 2), calibrated(d, x))
+    model = nn.Sequential(
+        nn.Linear(6, 2),
+        calibrated(d, x),
+    )
     q = model[1]
     before = copy.deepcopy(q)
     parameter = q.amax
@@ -213,7 +220,11 @@ def test_a_checkpoint_of_a_quantized_layer_without_a_range_does_not_load_strictl
     lost: str, x: torch.Tensor
 ) -> None:
     def build() -> nn.Module:
-        model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2))
+        model = nn.Sequential(
+            nn.Linear(6, 6),
+            nn.ReLU(),
+            nn.Linear(6, 2),
+        )
         torchq.quantize_(model)
         return model
 
@@ -233,7 +244,11 @@ def test_a_checkpoint_of_a_quantized_layer_without_a_range_does_not_load_strictl
 def test_a_float_layer_of_a_checkpoint_leaves_the_ranges_as_they_are(
     x: torch.Tensor,
 ) -> None:
-    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2))
+    model = nn.Sequential(
+        nn.Linear(6, 6),
+        nn.ReLU(),
+        nn.Linear(6, 2),
+    )
     plain = {key: value.clone() for key, value in model.state_dict().items()}
     simulated(model, [x])
     expected = model(x)
@@ -248,7 +263,10 @@ def test_a_range_of_a_shared_quantizer_may_be_in_a_checkpoint_once(
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.a(x) + self.b(x)
 
-    model = Sum(a=nn.Conv2d(1, 1, 1), b=nn.Conv2d(1, 1, 1))
+    model = Sum(
+        a=nn.Conv2d(1, 1, 1),
+        b=nn.Conv2d(1, 1, 1),
+    )
     image = x.reshape(1, 1, -1, 6)
     torchq.quantize_(model, target="tensorrt")
     torchq.qat.share_range_(model, "quant_add.*")
@@ -290,7 +308,10 @@ def network() -> nn.Sequential:
     recipe = torchq.recipes.int8(symmetric=False)
     torchq.quantize_(model, recipe, progress=False)
     scales = lost_scales(7)
-    model[0].input_quantizer.set_qparams(scales[0], 3 if _starts_at_zero(model) else -5)
+    model[0].input_quantizer.set_qparams(
+        scales[0],
+        3 if _starts_at_zero(model) else -5,
+    )
     model[0].weight_quantizer.set_qparams(scales[1:].view(6, 1))
     return model
 
@@ -309,8 +330,14 @@ def test_calls_use_exactly_the_scale(point: int | None, dtype: torch.dtype) -> N
         low, high = (-128, 127) if point is None else (-point, 255 - point)
         working = torch.float64 if dtype is torch.float64 else torch.float32
         codes = (x.to(working) / scale.to(working)).round().clamp(low, high)
-        assert torch.equal(q(x), (codes * scale).to(dtype))
-        assert torch.equal(q.codes(x), codes + (point or 0))
+        assert torch.equal(
+            q(x),
+            (codes * scale).to(dtype),
+        )
+        assert torch.equal(
+            q.codes(x),
+            codes + (point or 0),
+        )
         assert torch.equal(q.scale, scale)
         assert int(q.calculate_qparams()[1]) == (point or 0)
         ends = q.range.map(float)
@@ -323,13 +350,22 @@ def test_calls_use_exactly_the_scale(point: int | None, dtype: torch.dtype) -> N
 def test_channels_and_blocks_and_float_formats() -> None:
     scales = lost_scales(6)
     w = torch.randn(6, 4, generator=torch.Generator().manual_seed(2))
-    q = held(QuantDescriptor(axis=0), scales.view(6, 1))
+    q = held(
+        QuantDescriptor(axis=0),
+        scales.view(6, 1),
+    )
     assert torch.equal(
         q(w), (w / scales[:, None]).round().clamp(-128, 127) * scales[:, None]
     )
-    blocks = held(QuantDescriptor(4, block_size=2), scales.view(6, 1).expand(6, 2))
+    blocks = held(
+        QuantDescriptor(4, block_size=2),
+        scales.view(6, 1).expand(6, 2),
+    )
     wide = scales[:, None]
-    assert torch.equal(blocks(w), (w / wide).round().clamp(-8, 7) * wide)
+    assert torch.equal(
+        blocks(w),
+        (w / wide).round().clamp(-8, 7) * wide,
+    )
     fp8 = held(QuantDescriptor((4, 3)), scales[0])
     x = (w * 9).requires_grad_()
     y = fp8(x)
@@ -349,8 +385,14 @@ def test_gradients_pass_inside_and_compiled_code_agrees() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(q, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x), q(x))
-    assert torch.equal(torch.export.export(q, (x,)).module()(x), q(x))
-    assert torch.equal(torch.jit.trace(q, x.detach())(x), q(x))
+    assert torch.equal(
+        torch.export.export(q, (x,)).module()(x),
+        q(x),
+    )
+    assert torch.equal(
+        torch.jit.trace(q, x.detach())(x),
+        q(x),
+    )
 
 
 def test_copies_checkpoints_and_casts_keep_the_scale(tmp_path: Path) -> None:
@@ -360,7 +402,10 @@ def test_copies_checkpoints_and_casts_keep_the_scale(tmp_path: Path) -> None:
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(twin(x), wanted)
     torchq.save(model, tmp_path / "m.pt")
-    loaded = torchq.load(nn.Sequential(nn.Linear(8, 6)), tmp_path / "m.pt")
+    loaded = torchq.load(
+        nn.Sequential(nn.Linear(8, 6)),
+        tmp_path / "m.pt",
+    )
     assert torch.equal(loaded(x), wanted)
     fresh = nn.Sequential(nn.Linear(8, 6))
     torchq.quantize_(fresh, torchq.recipes.int8(symmetric=False), progress=False)
@@ -388,7 +433,10 @@ def test_a_file_without_the_scale_ends_it(tmp_path: Path) -> None:
     model = network()
     # Floats leave it alone.
     model.load_state_dict(nn.Sequential(nn.Linear(8, 6)).state_dict())
-    assert torch.equal(model[0].input_quantizer.scale, lost_scales(1)[0])
+    assert torch.equal(
+        model[0].input_quantizer.scale,
+        lost_scales(1)[0],
+    )
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), [1.0, 2.0]], ids=str)
@@ -400,7 +448,10 @@ def test_damaged_files_are_refused(value: Any, tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"load: 0\.input_quantizer\.held_scale: .* is damaged"
     ):
-        torchq.load(nn.Sequential(nn.Linear(8, 6)), tmp_path / "m.pt")
+        torchq.load(
+            nn.Sequential(nn.Linear(8, 6)),
+            tmp_path / "m.pt",
+        )
 
 
 @pytest.mark.parametrize("dynamo", [False, True])
@@ -436,7 +487,10 @@ def test_kernels_have_exactly_the_scale() -> None:
     )
     codes = (model[0].weight / lost_scales(7)[1:, None]).round().clamp(-128, 127)
     assert torch.equal(layer.weight_codes.float().reshape(6, 8), codes)
-    assert torch.equal(layer.weight_scale.flatten(), lost_scales(7)[1:])
+    assert torch.equal(
+        layer.weight_scale.flatten(),
+        lost_scales(7)[1:],
+    )
     assert layer.input_qparams.scale == float(lost_scales(1))
 
 
@@ -444,7 +498,10 @@ def test_another_range_ends_it(tmp_path: Path) -> None:
     def changed(
         change: Any, descriptor: QuantDescriptor | None = None
     ) -> TensorQuantizer:
-        q = held(descriptor or QuantDescriptor(), lost_scales(1)[0])
+        q = held(
+            descriptor or QuantDescriptor(),
+            lost_scales(1)[0],
+        )
         change(q)
         assert "held_scale" not in q.state_dict()
         return q
@@ -453,7 +510,10 @@ def test_another_range_ends_it(tmp_path: Path) -> None:
     changed(lambda q: q.calibrate_on(torch.ones(3)))
     changed(lambda q: setattr(q, "amax", torch.tensor(1.0)))
     changed(lambda q: setattr(q, "range", Range(torch.tensor(1.0))))
-    changed(lambda q: q.set_range(-1.0, 1.0), QuantDescriptor(symmetric=False))
+    changed(
+        lambda q: q.set_range(-1.0, 1.0),
+        QuantDescriptor(symmetric=False),
+    )
     assert not changed(lambda q: q.forget_amax()).calibrated
 
 
@@ -462,7 +522,10 @@ def test_learned_ranges_start_from_it() -> None:
     torchq.qat.learn_ranges_(model)
     assert not any("held" in key for key in model.state_dict())
     q = model[0].weight_quantizer
-    torch.testing.assert_close(q.scale.flatten(), lost_scales(7)[1:])
+    torch.testing.assert_close(
+        q.scale.flatten(),
+        lost_scales(7)[1:],
+    )
     model(torch.randn(5, 8)).sum().backward()
     assert q.amax.grad is not None
 

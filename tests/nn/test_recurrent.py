@@ -57,7 +57,11 @@ def by_hand(layer: Any, x: Tensor, state: Any, keep: Tensor | None = None) -> An
 def assert_close(found: Any, expected: Any) -> None:
     """Compare outputs and last states."""
     (y, last), (other, ends) = found, expected
-    torch.testing.assert_close((y, *parts(last)), (other, *ends), **CLOSE)
+    torch.testing.assert_close(
+        (y, *parts(last)),
+        (other, *ends),
+        **CLOSE,
+    )
 
 
 def as_given(state: tuple[Tensor, ...]) -> Any:
@@ -109,8 +113,17 @@ def test_results_and_gradients_are_those_by_hand(
     for name, one in grads[0].items():
         # Ranges are float32; the reference adds their gradients up step by step.
         close = {"rtol": 1e-5, "atol": 1e-5} if one.dtype is torch.float32 else CLOSE
-        torch.testing.assert_close(one, grads[1][name], **close, msg=str(name))
-    torch.testing.assert_close(grads[0]["results"], grads[1]["results"], **CLOSE)
+        torch.testing.assert_close(
+            one,
+            grads[1][name],
+            **close,
+            msg=str(name),
+        )
+    torch.testing.assert_close(
+        grads[0]["results"],
+        grads[1]["results"],
+        **CLOSE,
+    )
 
 
 @pytest.mark.parametrize(("cls", "options"), CASES, ids=str)
@@ -139,7 +152,10 @@ def test_with_a_float_hidden_state_the_fused_kernel_gives_the_same(
             layer.quantizer(slot).mode = "off"
     x = sequence(layer.batch_first).detach()
     state = zeros(layer, 3)
-    assert_close(layer(x, as_given(state)), by_hand(layer, x, state))
+    assert_close(
+        layer(x, as_given(state)),
+        by_hand(layer, x, state),
+    )
 
 
 @pytest.mark.parametrize(("cls", "options"), CASES, ids=str)
@@ -165,7 +181,10 @@ def test_one_sequence_without_a_batch_and_every_quantizer_counts(
 @pytest.mark.parametrize("cls", LAYERS)
 def test_calibration_sees_every_hidden_state(cls: type) -> None:
     """The range of a hidden state is that of the operands: the given state and all but the last."""
-    layer = convert_(cls(5, 7, bidirectional=True), input=QuantDescriptor())
+    layer = convert_(
+        cls(5, 7, bidirectional=True),
+        input=QuantDescriptor(),
+    )
     x = sequence().detach().float()
     with torch.no_grad():
         plain = cls(5, 7, bidirectional=True)
@@ -182,11 +201,17 @@ def test_dropout_between_levels_is_off_in_eval_mode() -> None:
     x = sequence().detach()
     assert not torch.equal(layer(x)[0], layer(x)[0])
     layer.eval()
-    assert torch.equal(layer(x)[0], layer(x)[0])
+    assert torch.equal(
+        layer(x)[0],
+        layer(x)[0],
+    )
 
 
 def test_unsigned_inputs_keep_a_signed_hidden_state() -> None:
-    layer: Any = convert_(nn.LSTM(5, 7), input=QuantDescriptor(unsigned=True))
+    layer: Any = convert_(
+        nn.LSTM(5, 7),
+        input=QuantDescriptor(unsigned=True),
+    )
     assert layer.input_l0_quantizer.descriptor.unsigned is True
     assert layer.hidden_l0_quantizer.descriptor.unsigned is False
 

@@ -93,7 +93,10 @@ def test_quantizes_as_described(d: QuantDescriptor, x: torch.Tensor) -> None:
             d.block_scale_format,
         )
 
-    assert torch.equal(q(x), by_hand(x, reduce_amax(x, d.granularity)))
+    assert torch.equal(
+        q(x),
+        by_hand(x, reduce_amax(x, d.granularity)),
+    )
     q.start_calibration()
     assert q.observing
     assert q.quantizing
@@ -119,7 +122,10 @@ def test_quantizes_as_described(d: QuantDescriptor, x: torch.Tensor) -> None:
 
 def test_codes_instead_of_values(x: torch.Tensor) -> None:
     q = TensorQuantizer(QuantDescriptor(4, fake_quant=False, amax=1.0))
-    assert torch.equal(q(x), quantize(x, 1.0, CATALOG["int4"]))
+    assert torch.equal(
+        q(x),
+        quantize(x, 1.0, CATALOG["int4"]),
+    )
 
 
 def test_a_fixed_range_is_there_from_the_start() -> None:
@@ -131,7 +137,10 @@ def test_a_fixed_range_is_there_from_the_start() -> None:
 def test_pre_quant_scale_multiplies_in_every_mode(x: torch.Tensor) -> None:
     q = TensorQuantizer(QuantDescriptor(amax=1.0))
     q.pre_quant_scale = torch.tensor([0.5, 1.0, 2.0]).view(3, 1)
-    assert torch.equal(q(x), fake_quantize(x * q.pre_quant_scale, 1.0))
+    assert torch.equal(
+        q(x),
+        fake_quantize(x * q.pre_quant_scale, 1.0),
+    )
     q.mode = "off"
     assert torch.equal(q(x), x * q.pre_quant_scale)
     assert q(x.half()).dtype is torch.float16

@@ -55,7 +55,12 @@ def signs(model: nn.Module) -> list[object]:
 @pytest.mark.parametrize("method", methods())
 def test_one_negative_value_decides(method: str, generator: torch.Generator) -> None:
     positive = torch.rand(4000, generator=generator)
-    unsigned = calibrated(positive, torch.zeros(5), -torch.zeros(5), method=method)
+    unsigned = calibrated(
+        positive,
+        torch.zeros(5),
+        -torch.zeros(5),
+        method=method,
+    )
     assert unsigned.descriptor == AUTO.replace(unsigned=True)
     assert unsigned.given_descriptor == AUTO
     assert unsigned.descriptor.format == UINT4
@@ -83,7 +88,10 @@ def test_the_range_is_that_of_the_chosen_format(
 def test_until_calibration_the_codes_are_signed() -> None:
     quantizer = TensorQuantizer(AUTO)
     x = torch.tensor([-1.0, 0.5])
-    assert torch.equal(quantizer(x), TensorQuantizer(QuantDescriptor(4))(x))
+    assert torch.equal(
+        quantizer(x),
+        TensorQuantizer(QuantDescriptor(4))(x),
+    )
     quantizer.set_amax(1.0)
     assert quantizer.descriptor == AUTO
     assert int(quantizer.unsigned) == -1
@@ -164,7 +172,10 @@ def test_files_carry_the_choice(tmp_path: Path, generator: torch.Generator) -> N
     assert torch.equal(loaded(x), model(x))
     other = net()
     torchq.quantize_(other)
-    assert torch.equal(torchq.load(other, tmp_path / "model.pt")(x), model(x))
+    assert torch.equal(
+        torchq.load(other, tmp_path / "model.pt")(x),
+        model(x),
+    )
     data = torch.load(tmp_path / "model.pt", weights_only=True)
     data["state_dict"]["2.input_quantizer.unsigned"] = torch.tensor(
         77, dtype=torch.int8

@@ -48,7 +48,10 @@ class Residual(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(3, 16, 3, padding=1)
         self.pool = nn.MaxPool2d(2)
-        self.blocks = nn.Sequential(Block(16, 16), Block(16, 32))
+        self.blocks = nn.Sequential(
+            Block(16, 16),
+            Block(16, 32),
+        )
         self.side = nn.Conv2d(32, 16, 1)
         self.gap = nn.AdaptiveAvgPool2d(1)
         self.head = nn.Linear(48, 10)

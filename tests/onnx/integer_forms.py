@@ -64,7 +64,10 @@ class SkipThroughNothing(Form):
         super().__init__()
         self.layer = nn.Conv2d(WIDTH, WIDTH, 1)
         self.branch = nn.Conv2d(WIDTH, WIDTH, 3, padding=1)
-        self.skip = nn.Sequential(nn.Identity(), nn.Dropout(0.1))
+        self.skip = nn.Sequential(
+            nn.Identity(),
+            nn.Dropout(0.1),
+        )
         self.register_buffer("zero", torch.zeros(1))
 
     def operator(self, x: Tensor) -> Tensor:
@@ -98,7 +101,10 @@ class Beside(Form):
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.combined(self.stem(x).relu(), self.other(x))
+        y = self.combined(
+            self.stem(x).relu(),
+            self.other(x),
+        )
         return self.head(self.last(y).relu().flatten(2).amax(2))
 
 

@@ -57,7 +57,10 @@ def test_products_are_weighed_by_their_number(tmp_path: Path) -> None:
 def test_a_batchnorm_that_was_not_folded_keeps_its_layer_in_float(
     tmp_path: Path,
 ) -> None:
-    model = quantized(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3))
+    model = quantized(
+        nn.Conv2d(3, 3, 3),
+        nn.BatchNorm2d(3),
+    )
     with torch.no_grad():
         model[1].running_var.fill_(2.0)
     pattern = r"stand in front of a BatchNorm that was not folded .* so net\.onnx computes in float"

@@ -414,8 +414,15 @@ def test_a_file_without_damage_agrees(
     name: str, files: dict[str, tuple[nn.Module, Path]], tmp_path: Path
 ) -> None:
     model, path = files[name]
-    onnx.save(Editor(path).model, str(tmp_path / "m.onnx"))
-    report = torchq.verify_onnx(model, tmp_path / "m.onnx", [torch.randn(8, 3, 16, 16)])
+    onnx.save(
+        Editor(path).model,
+        str(tmp_path / "m.onnx"),
+    )
+    report = torchq.verify_onnx(
+        model,
+        tmp_path / "m.onnx",
+        [torch.randn(8, 3, 16, 16)],
+    )
     assert report.ok, str(report)
 
 

@@ -120,7 +120,11 @@ def test_the_file_to_carry_to_a_device_has_inputs_and_codes(
     dumped: tuple[nn.Module, Path, Any], tmp_path: Path
 ) -> None:
     model, _, dump = dumped
-    path = torchq.expected_codes(model, [X, X[:1]], tmp_path / "expected.npz")
+    path = torchq.expected_codes(
+        model,
+        [X, X[:1]],
+        tmp_path / "expected.npz",
+    )
     with np.load(path, allow_pickle=False) as arrays:
         assert np.array_equal(arrays["0/inputs/x"], X.numpy())
         assert arrays["1/inputs/x"].shape == (1, 3, 6, 6)

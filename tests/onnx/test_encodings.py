@@ -257,7 +257,10 @@ def test_a_quantizer_of_two_tensors_wants_one_grid(path: Path) -> None:
     grids = read_encodings(report.encodings)
     read = torchq.from_onnx(report.path)
     torchq.quantize_(read, target="qnn", example=x)
-    grids["relu_5"] = replace(grids["relu_5"], scale=grids["relu_5"].scale * 2)
+    grids["relu_5"] = replace(
+        grids["relu_5"],
+        scale=grids["relu_5"].scale * 2,
+    )
     with pytest.raises(
         CalibrationError, match="reads relu_5 and another tensor with another grid"
     ):

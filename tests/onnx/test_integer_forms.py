@@ -293,7 +293,10 @@ def test_averages_of_values_follow_the_kernel(name: str) -> None:
         codes = x.float() - float(of.zero_point)
         found = arithmetic.averages(of, to, windows)(codes.clone()) / to.scale
         point = float(to.zero_point)
-        assert torch.equal((found.round() + point).clamp(0, 255), expected.float())
+        assert torch.equal(
+            (found.round() + point).clamp(0, 255),
+            expected.float(),
+        )
         means = windows.sums(codes * of.scale) / windows.counts(codes)
         later = ((means / to.scale).round() + point).clamp(0, 255)
         differ_otherwise += int((later != expected).sum())
@@ -368,7 +371,13 @@ def test_products_of_two_tensors_are_added_exactly(
     monkeypatch.setattr(Tensor, "__matmul__", rounds)
     other = torch.cat([x, x])
     with torch.no_grad():
-        assert torch.equal(product(other, y.repeat(2, 1, 1)), torch.cat([expected] * 2))
+        assert torch.equal(
+            product(other, y.repeat(2, 1, 1)),
+            torch.cat([expected] * 2),
+        )
         calls.clear()
-        assert torch.equal(product(other, y.repeat(2, 1, 1)), torch.cat([expected] * 2))
+        assert torch.equal(
+            product(other, y.repeat(2, 1, 1)),
+            torch.cat([expected] * 2),
+        )
     assert calls == [torch.float64]

@@ -107,7 +107,11 @@ def q_linear_add(a: dict[str, Any], *inputs: Array) -> Array:
 
 def q_linear_mul(a: dict[str, Any], *inputs: Array) -> Array:
     x, sx, zx, y, sy, zy, sz, zz = inputs
-    return requantized(centered(x, zx) * centered(y, zy), (sx * sy) / sz, zz)
+    return requantized(
+        centered(x, zx) * centered(y, zy),
+        (sx * sy) / sz,
+        zz,
+    )
 
 
 def q_linear_concat(

@@ -11,7 +11,12 @@ from tests.roads.end import run_file
 
 onnx = pytest.importorskip("onnx")
 
-IDS = torch.randint(0, 10, (2, 6), generator=torch.Generator().manual_seed(0))
+IDS = torch.randint(
+    0,
+    10,
+    (2, 6),
+    generator=torch.Generator().manual_seed(0),
+)
 EXAMPLE = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
 
 

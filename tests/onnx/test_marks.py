@@ -77,6 +77,9 @@ def test_a_weight_that_is_computed_is_marked_where_it_is_computed(
     tmp_path: Path,
 ) -> None:
     layer = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
-    model = simulated(nn.Sequential(layer, nn.ReLU(), nn.Linear(3, 2)).eval(), [X])
+    model = simulated(
+        nn.Sequential(layer, nn.ReLU(), nn.Linear(3, 2)).eval(),
+        [X],
+    )
     names = exported(model, tmp_path / "computed.onnx")
     assert {"0.weight_quantizer", "2.weight_quantizer"} <= names

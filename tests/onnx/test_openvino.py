@@ -109,7 +109,10 @@ def compiled(path: Path, x: Tensor) -> Tensor:
 def agreement(model: nn.Module, x: Tensor, path: Path, **options: Any) -> float:
     """Return in dB how well OpenVINO computes what the file of a calibrated model says."""
     torchq.export_onnx(model, x, path, target="openvino", dynamo=False, **options)
-    return sqnr(compiled(path, x), torch.as_tensor(run_file(path, x)[0]))
+    return sqnr(
+        compiled(path, x),
+        torch.as_tensor(run_file(path, x)[0]),
+    )
 
 
 def net_agreement(

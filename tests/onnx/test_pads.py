@@ -109,7 +109,10 @@ class Shared(nn.Module):
         self.other = other
 
     def forward(self, x: Tensor) -> Any:
-        x = F.pad(self.stem(x), (0, 1, 0, 1))
+        x = F.pad(
+            self.stem(x),
+            (0, 1, 0, 1),
+        )
         y = self.conv(x)
         if self.other == "output":
             return x, y
@@ -241,7 +244,10 @@ def test_other_readers_keep_the_pad(other: str, path: Path) -> None:
         assert sqnr(got, want) > 100
 
 
-@pytest.mark.parametrize(("axis", "count"), [(1, 0), (3, 1)])
+@pytest.mark.parametrize(
+    ("axis", "count"),
+    [(1, 0), (3, 1)],
+)
 def test_scales_of_pixels_keep_the_pad(axis: int, count: int, path: Path) -> None:
     x = images(1, 4, 6, 6)
     weight = torchq.QuantDescriptor(axis=0)
@@ -330,7 +336,10 @@ def test_equal_quantizers_become_one(path: Path) -> None:
             super().__init__()
             self.stem = nn.Conv2d(3, 8, 3)
             self.up = nn.Conv2d(8, 8, 1)
-            self.side = nn.Sequential(Pad(0, 1, 0, 1), nn.Conv2d(8, 8, 2))
+            self.side = nn.Sequential(
+                Pad(0, 1, 0, 1),
+                nn.Conv2d(8, 8, 2),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             x = self.stem(x)

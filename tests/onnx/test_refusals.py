@@ -24,7 +24,10 @@ pytest.importorskip("onnxruntime")
 
 def linear(**changes: object) -> nn.Module:
     """A calibrated linear layer in a Sequential, its input quantizer changed."""
-    model = calibrated(nn.Sequential(nn.Linear(4, 4)), torch.randn(4, 4))
+    model = calibrated(
+        nn.Sequential(nn.Linear(4, 4)),
+        torch.randn(4, 4),
+    )
     quantizer = model[0].input_quantizer
     for name, value in changes.items():
         if name == "amax":
@@ -35,7 +38,10 @@ def linear(**changes: object) -> nn.Module:
 
 
 def uncalibrated() -> nn.Module:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = nn.Sequential(
+        nn.Linear(4, 4),
+        nn.Linear(4, 4),
+    )
     torchq.quantize_(model)
     return model
 
@@ -67,7 +73,11 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("make", "message"), FAULTS, ids=range(len(FAULTS)))
+@pytest.mark.parametrize(
+    ("make", "message"),
+    FAULTS,
+    ids=range(len(FAULTS)),
+)
 def test_unusable_ranges_are_named(path: Path, make: object, message: str) -> None:
     """Each fault is one error, with the quantizer and the fix."""
     assert callable(make)
@@ -101,7 +111,12 @@ def test_opsets_are_checked(
     path: Path, changes: dict[str, Any], options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ExportError, match=message):
-        torchq.export_onnx(linear(**changes), torch.randn(2, 4), path, **options)
+        torchq.export_onnx(
+            linear(**changes),
+            torch.randn(2, 4),
+            path,
+            **options,
+        )
 
 
 def test_observers_rest_during_an_export(path: Path) -> None:
@@ -189,7 +204,10 @@ def test_arguments_that_one_exporter_writes_stay(argument: str, path: Path) -> N
 @pytest.mark.parametrize("pool", [nn.AvgPool2d, nn.AvgPool3d])
 def test_modules_with_such_an_argument_are_refused(pool: type[Any], path: Path) -> None:
     x = torch.randn(2, 3, *[4] * int(pool.__name__[-2]))
-    model = nn.Sequential(nn.Linear(4, 4), pool(2, divisor_override=3))
+    model = nn.Sequential(
+        nn.Linear(4, 4),
+        pool(2, divisor_override=3),
+    )
     model = calibrated(model, x)
     with pytest.raises(ExportError, match=r"^1: calls avg_pool.d with divisor_overri"):
         torchq.export_onnx(model, x, path, progress=False)
@@ -212,12 +230,20 @@ def test_unknown_targets_are_listed(path: Path) -> None:
         ConfigError,
         match=r"unknown target 'tvm'; expected one of: 'ascend', .*'fpga', .* 'tensorrt', 'torch'",
     ):
-        torchq.export_onnx(linear(), torch.randn(2, 4), path, target="tvm")
+        torchq.export_onnx(
+            linear(),
+            torch.randn(2, 4),
+            path,
+            target="tvm",
+        )
 
 
 @pytest.mark.parametrize("dynamo", [False, True])
 def test_a_deployed_model_has_no_file(path: Path, tmp_path: Path, dynamo: bool) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    model = nn.Sequential(
+        nn.Linear(4, 4),
+        nn.ReLU(),
+    )
     x = torch.randn(2, 4)
     torchq.quantize_(model)
     torchq.calibrate(model, [x], progress=False)
@@ -288,7 +314,12 @@ def test_a_model_that_cannot_be_traced_at_all_is_an_error_without_a_warning(
         ),
         pytest.warns(UserWarning, match="no active quantizer") as seen,
     ):
-        torchq.export_onnx(Untraceable(4, 4), torch.randn(2, 4), path, dynamo=False)
+        torchq.export_onnx(
+            Untraceable(4, 4),
+            torch.randn(2, 4),
+            path,
+            dynamo=False,
+        )
     assert len(seen) == 1
     assert not torch.onnx.is_in_onnx_export()
     assert not (path).exists()
@@ -296,7 +327,10 @@ def test_a_model_that_cannot_be_traced_at_all_is_an_error_without_a_warning(
 
 def test_mixed_precision_of_accelerate_is_refused_by_name(path: Path) -> None:
     """Its wrapper casts inside forward, and stays after ``unwrap_model`` unless asked otherwise."""
-    model = calibrated(nn.Sequential(nn.Linear(6, 6)), torch.randn(4, 6))
+    model = calibrated(
+        nn.Sequential(nn.Linear(6, 6)),
+        torch.randn(4, 6),
+    )
     original = model.forward
     model._original_forward = original
     inner = torch.autocast("cpu", dtype=torch.bfloat16)(original.__func__)
@@ -312,7 +346,10 @@ helper = onnx.helper
 
 @pytest.fixture
 def exported(tmp_path: Path) -> tuple[nn.Module, Path]:
-    model = calibrated(Residual(), torch.randn(8, 3, 16, 16))
+    model = calibrated(
+        Residual(),
+        torch.randn(8, 3, 16, 16),
+    )
     torchq.export_onnx(
         model, torch.randn(1, 3, 16, 16), tmp_path / "m.onnx", dynamo=False
     )
@@ -409,7 +446,11 @@ class Deep(nn.Module):
 @pytest.mark.slow
 def test_every_float_node_of_a_deep_residual_network_is_listed(path: Path) -> None:
     with pytest.warns(UserWarning, match="no active quantizer"):
-        torchq.export_onnx(Deep().eval(), torch.randn(1, 4, 5, 5), path)
+        torchq.export_onnx(
+            Deep().eval(),
+            torch.randn(1, 4, 5, 5),
+            path,
+        )
     report = torchq.inspect_onnx(path)
     kinds = [node.kind for node in report.fallbacks]
     assert kinds.count("Conv") == 40
@@ -424,7 +465,12 @@ def test_a_broken_graph_is_refused_by_name_and_not_written(path: Path) -> None:
     ir = pytest.importorskip("onnx_ir")
     node = helper.make_node("Add", ["x", "lost"], ["y"])
     ends = [helper.make_tensor_value_info(name, 1, [2]) for name in "xy"]
-    graph = helper.make_graph([node], "g", ends[:1], ends[1:])
+    graph = helper.make_graph(
+        [node],
+        "g",
+        ends[:1],
+        ends[1:],
+    )
     model = ir.from_proto(helper.make_model(graph))
     with pytest.raises(
         ExportError, match=r"m\.onnx: the graph is broken \(.*pass dynamo=True or"

@@ -148,7 +148,10 @@ def test_results_are_those_of_a_session_bit_for_bit(
     expected = run_file(path, x, optimize=True)[0]
     with torch.no_grad():
         assert torch.equal(model(x), expected)
-        assert torch.equal(model(x[:5]), expected[:5])
+        assert torch.equal(
+            model(x[:5]),
+            expected[:5],
+        )
 
 
 def test_the_plan_gives_operators_without_weights_to_integer_kernels() -> None:
@@ -202,7 +205,10 @@ def test_float_results_of_four_bit_codes_are_those_of_a_session(path: Path) -> N
     torchq.calibrate(model, [x], progress=False)
     torchq.export_onnx(model, x[:2], path, dynamo=False, progress=False)
     with torch.no_grad():
-        assert torch.equal(model(x), run_file(path, x, optimize=True)[0])
+        assert torch.equal(
+            model(x),
+            run_file(path, x, optimize=True)[0],
+        )
 
 
 @pytest.mark.slow

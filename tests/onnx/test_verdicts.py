@@ -68,15 +68,30 @@ def test_a_session_that_computes_something_else_is_no_agreement(tmp_path: Path) 
     """The file was proved, and a user's session was 48 dB off: its optimiser drops a quantizer."""
     torch.manual_seed(0)
     x = torch.randn(4, 3, 16, 16)
-    model = simulated(Moved().eval(), [x], target="onnxruntime", example=x)
+    model = simulated(
+        Moved().eval(),
+        [x],
+        target="onnxruntime",
+        example=x,
+    )
     with warnings.catch_warnings():  # The BatchNorms are not fused, as export says.
         warnings.simplefilter("ignore")
         torchq.export_onnx(model, x, tmp_path / "m.onnx", dynamo=False, progress=False)
-    report = torchq.verify_onnx(model, tmp_path / "m.onnx", [x], progress=False)
+    report = torchq.verify_onnx(
+        model,
+        tmp_path / "m.onnx",
+        [x],
+        progress=False,
+    )
     assert report.ok
     for layer in "ab":
         store_floats(tmp_path / "m.onnx", f"{layer}.weight_quantizer")
-    report = torchq.verify_onnx(model, tmp_path / "m.onnx", [x], progress=False)
+    report = torchq.verify_onnx(
+        model,
+        tmp_path / "m.onnx",
+        [x],
+        progress=False,
+    )
     written, session, size = report.verdicts
     assert written.ok
     assert not report.ok
@@ -106,7 +121,13 @@ def test_a_file_without_integers_is_no_file_of_a_quantized_model(
     torchq.restore_(floats)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.onnx.export(floats, (x,), str(path), dynamo=False, input_names=["input"])
+        torch.onnx.export(
+            floats,
+            (x,),
+            str(path),
+            dynamo=False,
+            input_names=["input"],
+        )
     # Nearly the same numbers, so that outputs alone do not tell.
     report = torchq.verify_onnx(model, path, [x * 1e-3], progress=False)
     assert not report.ok

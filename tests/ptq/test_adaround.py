@@ -136,7 +136,10 @@ def test_the_seed_decides_the_result() -> None:
 
 
 def test_formats_without_integer_codes_are_named() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 1), Block(4))
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 1),
+        Block(4),
+    )
     torchq.quantize_(model, torchq.recipes.integer(4, 8))
     weight = torchq.QuantDescriptor((4, 3), axis=0)
     model[1].conv1.weight_quantizer = torchq.TensorQuantizer(weight)

@@ -82,7 +82,10 @@ class Net(nn.Module):
 
 def quantized(model: nn.Module) -> Any:
     torch.manual_seed(0)
-    torchq.quantize_(model.eval(), torchq.recipes.integer(3, 4))
+    torchq.quantize_(
+        model.eval(),
+        torchq.recipes.integer(3, 4),
+    )
     torchq.calibrate(model, batches(), on_unseen="disable", progress=False)
     return model
 

@@ -56,7 +56,10 @@ class Clipping(nn.Module):
 
 
 def test_what_clips_is_refused_with_what_would_help() -> None:
-    report = equalize_(Clipping().eval(), torch.rand(3, 4))
+    report = equalize_(
+        Clipping().eval(),
+        torch.rand(3, 4),
+    )
     rest = (
         "does not keep factors of channels, because it clips; a ReLU in its place would"
     )
@@ -69,7 +72,11 @@ PAIRS = [("0", "2"), ("2", "4"), ("4", "6"), ("6", "8"), ("8", "11")]
 
 
 def test_equation_11_for_two_linear_layers(generator: torch.Generator) -> None:
-    model = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 4))
+    model = nn.Sequential(
+        nn.Linear(5, 6),
+        nn.ReLU(),
+        nn.Linear(6, 4),
+    )
     unequal(model[0], generator)
     w1, b1, w2 = (
         t.detach().double()
@@ -86,8 +93,18 @@ def test_equation_11_for_two_linear_layers(generator: torch.Generator) -> None:
     torch.testing.assert_close(
         model[0].weight.double(), w1 / s[:, None], rtol=1e-6, atol=0
     )
-    torch.testing.assert_close(model[0].bias.double(), b1 / s, rtol=1e-6, atol=0)
-    torch.testing.assert_close(model[2].weight.double(), w2 * s, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        model[0].bias.double(),
+        b1 / s,
+        rtol=1e-6,
+        atol=0,
+    )
+    torch.testing.assert_close(
+        model[2].weight.double(),
+        w2 * s,
+        rtol=1e-6,
+        atol=0,
+    )
     assert [(p.first, p.second) for p in report.pairs] == [("0", "2")]
     assert report.skipped == {"2": "its output is an output of the model"}
     assert report.pairs[0].spread_before == pytest.approx(
@@ -192,20 +209,30 @@ def test_flattened_images_and_pooled_features_are_left_alone() -> None:
         nn.Conv2d(2, 3, 1), nn.Flatten(), nn.Linear(12, 4), nn.MaxPool1d(2)
     )
     model.append(nn.Linear(2, 2))
-    report = equalize_(model.eval(), torch.rand(1, 2, 2, 2))
+    report = equalize_(
+        model.eval(),
+        torch.rand(1, 2, 2, 2),
+    )
     assert report.pairs == ()
     assert report.skipped["0"] == "2 reads other channels"
     assert report.skipped["2"] == "3 does not keep factors of channels"
 
 
 def test_channels_of_zeros_stay(generator: torch.Generator) -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    model = nn.Sequential(
+        nn.Linear(3, 4),
+        nn.ReLU(),
+        nn.Linear(4, 2),
+    )
     with torch.no_grad():
         model[0].weight[1] = 0.0
         model[2].weight[:, 2] = 0.0
     before = model[0].weight[2].clone()
     equalize_(model, torch.rand(5, 3))
-    assert torch.equal(model[0].weight[1], torch.zeros(3))
+    assert torch.equal(
+        model[0].weight[1],
+        torch.zeros(3),
+    )
     assert torch.equal(model[0].weight[2], before)
 
 

@@ -74,7 +74,11 @@ def test_rounding_equals_the_equations_of_the_paper(columns: int) -> None:
 
 
 def layer_of(weight: Tensor, bits: int = 3) -> Any:
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    layer = nn.Linear(
+        weight.shape[1],
+        weight.shape[0],
+        bias=False,
+    )
     layer.weight.data = weight.float()
     model = nn.Sequential(layer)
     torchq.quantize_(model, torchq.recipes.integer(bits, None))

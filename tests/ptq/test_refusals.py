@@ -124,9 +124,10 @@ def test_layers_that_are_float_or_do_not_run_are_left_alone(name: str) -> None:
     assert any(not torch.equal(after[key], before[key]) for key in before)
     for part in ("weight", "bias"):
         for layer in ("float_layer", "unused"):
-            assert torch.equal(after[f"{layer}.{part}"], expected[f"{layer}.{part}"]), (
-                layer
-            )
+            assert torch.equal(
+                after[f"{layer}.{part}"],
+                expected[f"{layer}.{part}"],
+            ), layer
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

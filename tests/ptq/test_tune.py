@@ -108,7 +108,10 @@ def test_trials_build_on_the_best_before_them() -> None:
 
 def assert_same(model: nn.Module, result: Any, metric: Metric) -> None:
     with torch.no_grad():
-        assert torch.equal(model(metric.x), result.model(metric.x))
+        assert torch.equal(
+            model(metric.x),
+            result.model(metric.x),
+        )
 
 
 def run(code: str, model: nn.Module, recipe: Any = None) -> None:
@@ -192,7 +195,11 @@ class Block(nn.Module):
 def test_factors_in_quantizers_are_tried_for_transformers_of_8_bits() -> None:
     changes = {name: change for name, _, change in SETTINGS}
     seen: Any = SimpleNamespace(model=Block())
-    plain = TunedConfig(torchq.recipes.int8(), before=("smooth_",), source="recipe")
+    plain = TunedConfig(
+        torchq.recipes.int8(),
+        before=("smooth_",),
+        source="recipe",
+    )
     settings = changes["smooth_ anything"](plain, seen)
     assert settings.before == ("smooth_ anything",)
     few = replace(plain, config=torchq.recipes.integer(4, 8))
@@ -208,7 +215,10 @@ def test_factors_in_quantizers_are_tried_for_transformers_of_8_bits() -> None:
     assert model.layer.weight_quantizer.pre_quant_scale is not None
     x = batches()[0]
     with torch.no_grad():
-        assert torch.equal(model.eval()(x), again.eval()(x))
+        assert torch.equal(
+            model.eval()(x),
+            again.eval()(x),
+        )
 
 
 def test_without_success_the_best_is_returned_with_a_warning() -> None:
@@ -284,7 +294,10 @@ def test_the_lines_of_a_result_make_its_model() -> None:
         {"torchq": torchq, "model": models[1], "batches": data, "recipe": recipe},
     )
     assert settings.code().count("\n") == 3
-    assert torch.equal(models[0](data[0]), models[1](data[0]))
+    assert torch.equal(
+        models[0](data[0]),
+        models[1](data[0]),
+    )
 
 
 def test_settings_for_a_target_have_its_grids() -> None:
@@ -299,7 +312,11 @@ def test_settings_for_a_target_have_its_grids() -> None:
 
 
 def test_the_print_says_what_was_tried_why_and_at_what_cost() -> None:
-    result = search(Metric(), 0.02, torchq.recipes.integer(3, 8, weight_method="max"))
+    result = search(
+        Metric(),
+        0.02,
+        torchq.recipes.integer(3, 8, weight_method="max"),
+    )
     lines = str(result).splitlines()
     for trial in result.table:
         assert any(trial.change in line and trial.reason[:12] in line for line in lines)
@@ -337,7 +354,12 @@ def test_bad_arguments_are_named() -> None:
     with pytest.raises(TorchqError, match="magic"):
         search(Metric(), 0.1, target="magic")
     with pytest.raises(ConfigError, match="tune: got a Tensor as batches"):
-        tune(net(), batches()[0], Metric(), max_drop=0.1)
+        tune(
+            net(),
+            batches()[0],
+            Metric(),
+            max_drop=0.1,
+        )
 
 
 def test_activations_of_sixteen_bits_come_first_where_the_chip_has_no_float() -> None:

@@ -32,7 +32,11 @@ def data(rank: int) -> list[Tensor]:
 def prepared(rank: int, *, learn: bool) -> tuple[nn.Module, Any]:
     """Return the same model on every rank, calibrated on the data of both, and its groups."""
     torch.manual_seed(0)
-    model = Net(stem=nn.Conv2d(3, 4, 3), body=nn.Conv2d(4, 4, 3), head=nn.Linear(4, 2))
+    model = Net(
+        stem=nn.Conv2d(3, 4, 3),
+        body=nn.Conv2d(4, 4, 3),
+        head=nn.Linear(4, 2),
+    )
     recipe = torchq.recipes.integer(4, 8, learn_ranges=learn)
     group = dist.group.WORLD
     done = torchq.qat.prepare(

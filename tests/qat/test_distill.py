@@ -40,7 +40,10 @@ def test_the_twin_computes_what_the_float_model_did_and_shares_what_is_frozen() 
     assert torchq.workflow.is_quantized(model)
 
 
-@pytest.mark.parametrize(("temperature", "dim"), [(1.0, -1), (4.0, 1)])
+@pytest.mark.parametrize(
+    ("temperature", "dim"),
+    [(1.0, -1), (4.0, 1)],
+)
 def test_the_logit_loss_is_the_softened_divergence(
     temperature: float, dim: int
 ) -> None:
@@ -104,4 +107,7 @@ def test_errors() -> None:
     with pytest.raises(
         ConfigError, match=r"got shapes \(2, 1\) of the student and \(2, 3\) of"
     ):
-        logit_loss(torch.zeros(2, 1), torch.zeros(2, 3))
+        logit_loss(
+            torch.zeros(2, 1),
+            torch.zeros(2, 3),
+        )

@@ -68,7 +68,10 @@ def test_reestimated_statistics_are_the_average_over_batches() -> None:
 
 
 def test_a_batch_with_labels_changes_the_statistics_alone() -> None:
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
+    model = nn.Sequential(
+        nn.Conv2d(1, 2, 3),
+        nn.BatchNorm2d(2),
+    )
     torchq.quantize_(model)
     before = copy.deepcopy(model.state_dict())
     reestimate_bn_(model, [(torch.randn(4, 1, 6, 6), torch.zeros(4))], progress=False)
@@ -85,12 +88,18 @@ def test_reestimate_errors() -> None:
     with pytest.raises(
         ConfigError, match="Linear has no BatchNorm with running statistics"
     ):
-        reestimate_bn_(nn.Linear(1, 1), [torch.ones(1, 1)])
+        reestimate_bn_(
+            nn.Linear(1, 1),
+            [torch.ones(1, 1)],
+        )
     model = nn.Sequential(nn.BatchNorm1d(2))
     nn.init.constant_(model[0].running_mean, 5.0)
     with pytest.raises(ConfigError, match="got no batch"):
         reestimate_bn_(model, [], progress=False)
-    assert torch.equal(model[0].running_mean, torch.full((2,), 5.0))
+    assert torch.equal(
+        model[0].running_mean,
+        torch.full((2,), 5.0),
+    )
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])

@@ -49,7 +49,12 @@ def test_str_says_what_was_done() -> None:
     assert "ranges (lr 0.01, decay 0)" in text
     assert "BatchNorm: 3 layers train along" in text
     assert "no target: a file will lack the quantizers between layers" in text
-    told = prepare(ConvNet().eval(), labelled(), target="onnxruntime", progress=False)
+    told = prepare(
+        ConvNet().eval(),
+        labelled(),
+        target="onnxruntime",
+        progress=False,
+    )
     assert "no target" not in str(told)
 
 
@@ -172,6 +177,10 @@ def test_weights_in_front_of_a_norm_lack_the_code_without_counterpart(
     assert prepared.quantized == torchq.swap.plan_of(model)
     with torch.no_grad():  # as far as training may go
         model[0].weight.mul_(3.0)
-    report = torchq.fuse_(model.eval(), batch[0], progress=False)
+    report = torchq.fuse_(
+        model.eval(),
+        batch[0],
+        progress=False,
+    )
     assert report.applied
     assert report.fused[0].changed == 0

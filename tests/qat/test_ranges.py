@@ -92,7 +92,10 @@ def test_gradients_of_both_ends_by_finite_differences(
     quantizer = TensorQuantizer(d)
     # Ends at whole multiples of the scale: the zero point rounds nothing.
     shape = d.granularity.amax_shape(x.shape)
-    quantizer.set_range(torch.full(shape, -0.75), torch.full(shape, 1.125))
+    quantizer.set_range(
+        torch.full(shape, -0.75),
+        torch.full(shape, 1.125),
+    )
     weight = torch.linspace(-1, 1, 20, dtype=torch.float64).view(2, 10)
     (quantizer(x) * weight).sum().backward()
     ends = {n: getattr(quantizer, n).detach().double() for n in ("amin", "amax")}
@@ -140,7 +143,10 @@ def test_a_learned_range_below_zero_is_exported_as_zeros(tmp_path: Path) -> None
     with torch.no_grad():
         model[0].weight_quantizer.amax[1] = -0.2
         expected = model(x)
-    assert torch.equal(expected[:, 1], model[0].bias[1].expand(2))
+    assert torch.equal(
+        expected[:, 1],
+        model[0].bias[1].expand(2),
+    )
     torchq.export_onnx(model, x, tmp_path / "model.onnx", progress=False, dynamo=False)
     session = runtime.InferenceSession(tmp_path / "model.onnx")
     (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
@@ -199,7 +205,11 @@ def test_the_gradient_of_a_power_of_two_scale_is_that_of_tqt(backend: str) -> No
     v = x.detach() / scale
     inside = (v >= low) & (v <= high)
     assert bool(((x.detach().abs() > 1.3) & inside).any())
-    slope = torch.where(inside, v.round() - v, v.round().clamp(low, high))
+    slope = torch.where(
+        inside,
+        v.round() - v,
+        v.round().clamp(low, high),
+    )
     expected = (weight * slope * scale * math.log(2)).sum() / (1.3 * math.log(2))
     torch.testing.assert_close(quantizer.amax.grad, expected)
     torch.testing.assert_close(x.grad, torch.where(inside, weight, 0.0))

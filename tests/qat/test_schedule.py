@@ -14,7 +14,11 @@ from torchq.workflow import quantizers
 
 def calibrated() -> nn.Module:
     torch.manual_seed(0)
-    return simulated(ConvNet().train(), image_batches(), torchq.recipes.w4a4())
+    return simulated(
+        ConvNet().train(),
+        image_batches(),
+        torchq.recipes.w4a4(),
+    )
 
 
 def train(
@@ -72,7 +76,10 @@ def test_frozen_ranges_stay_and_can_be_freed() -> None:
 
 
 def test_observing_follows_the_data_while_it_quantizes() -> None:
-    model = simulated(nn.Sequential(nn.Linear(2, 2)), [torch.ones(1, 2)])
+    model = simulated(
+        nn.Sequential(nn.Linear(2, 2)),
+        [torch.ones(1, 2)],
+    )
     seen: list[Tensor] = []
     model[0].register_forward_pre_hook(
         lambda m, args: seen.append(m.input_quantizer(args[0]))

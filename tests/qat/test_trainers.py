@@ -38,7 +38,13 @@ def loader() -> DataLoader[Any]:
 def prepared() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = ConvNet().train()
-    done = prepare(model, loader(), torchq.recipes.w4a4(), lr=0.01, progress=False)
+    done = prepare(
+        model,
+        loader(),
+        torchq.recipes.w4a4(),
+        lr=0.01,
+        progress=False,
+    )
     return model, torch.optim.SGD(done.param_groups, momentum=0.9)
 
 
@@ -46,8 +52,14 @@ def train(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> list[fl
     images, labels = dataset().tensors
     losses = []
     for step in steps:
-        part = slice(4 * (step % 4), 4 * (step % 4) + 4)
-        loss = F.cross_entropy(model(images[part]), labels[part])
+        part = slice(
+            4 * (step % 4),
+            4 * (step % 4) + 4,
+        )
+        loss = F.cross_entropy(
+            model(images[part]),
+            labels[part],
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -112,7 +124,10 @@ def test_lightning(tmp_path: Path) -> None:
             self.model = model
 
         def training_step(self, batch: Any, index: int) -> Tensor:
-            return F.cross_entropy(self.model(batch[0]), batch[1])
+            return F.cross_entropy(
+                self.model(batch[0]),
+                batch[1],
+            )
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return optimizer

@@ -57,7 +57,12 @@ def test_every_platform_is_in_the_table() -> None:
 
 @pytest.mark.parametrize("name", TABLE)
 def test_platforms_quantize_as_the_table_says(name: str) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4, 2))
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(4, 2),
+    )
     torchq.quantize_(model, RUNTIMES[name].recipe())
     activations, weights, per_channel = TABLE[name]
     for layer in (model[0], model[3]):

@@ -50,7 +50,10 @@ def odd_channels() -> nn.Module:
 
 
 def unfused() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16))
+    return nn.Sequential(
+        nn.Conv2d(16, 16, 1),
+        nn.BatchNorm2d(16),
+    )
 
 
 CASES = {
@@ -144,7 +147,13 @@ def written(
     x = torch.randn(8, 3, 16, 16)
     # A recipe of its own may have zero points that data chose.
     config = torchq.recipes.int8()
-    model = calibrated(Residual(), x, config=config, target=target, example=x[:1])
+    model = calibrated(
+        Residual(),
+        x,
+        config=config,
+        target=target,
+        example=x[:1],
+    )
     path = tmp_path_factory.mktemp(target) / "m.onnx"
     export(model, x, path, target)
     return target, model, path

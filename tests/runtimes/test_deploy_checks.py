@@ -76,7 +76,13 @@ def calibrated(net: nn.Module, *batches: Tensor, target: str | None = None) -> A
     torch.manual_seed(0)
     config = None if target else SEVEN_BITS
     example = batches[0] if target else None
-    return simulated(net.eval(), [*batches], config, target=target, example=example)
+    return simulated(
+        net.eval(),
+        [*batches],
+        config,
+        target=target,
+        example=example,
+    )
 
 
 @torch.no_grad()
@@ -182,8 +188,15 @@ def test_damage_shows_on_the_example_or_on_other_values(
 
 
 def test_a_lost_result_of_a_layer_is_named() -> None:
-    model = calibrated(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)), image())
-    deployed = torchq.deploy(model, image(), target=torchq.runtimes.Torch(fuse=False))
+    model = calibrated(
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)),
+        image(),
+    )
+    deployed = torchq.deploy(
+        model,
+        image(),
+        target=torchq.runtimes.Torch(fuse=False),
+    )
     deployed[0].register_forward_hook(lambda module, args, out: out * 1.02)
     problem, _ = ReferenceCheck(model, image())(deployed)
     assert (
@@ -225,7 +238,10 @@ def test_values_that_a_model_refuses_are_not_compared() -> None:
 
 @torch.no_grad()
 def test_batches_of_the_user_take_the_place_of_made_up_values() -> None:
-    model = calibrated(nn.Sequential(nn.Conv2d(3, 4, 3)), image())
+    model = calibrated(
+        nn.Sequential(nn.Conv2d(3, 4, 3)),
+        image(),
+    )
     seen: list[float] = []
     model[0].register_forward_pre_hook(
         lambda module, args: seen.append(float(args[0].mean()))
@@ -242,7 +258,10 @@ def test_batches_of_the_user_take_the_place_of_made_up_values() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("target", ["torch", "onnxruntime"])
 def test_without_a_check_the_result_says_so(target: str) -> None:
-    model = calibrated(nn.Sequential(nn.Conv2d(3, 4, 3)), image())
+    model = calibrated(
+        nn.Sequential(nn.Conv2d(3, 4, 3)),
+        image(),
+    )
     counted: list[int] = []
     model[0].register_forward_pre_hook(lambda module, args: counted.append(1))
     deployed = torchq.deploy(model, image(), target=target, check=False, progress=False)
@@ -333,7 +352,10 @@ def test_a_deployed_model_has_a_parameter_that_tells_type_and_device(
     target: str,
 ) -> None:
     """Others ask ``next(model.parameters()).dtype`` before they make an input."""
-    model = calibrated(nn.Sequential(nn.Conv2d(3, 4, 3)), image())
+    model = calibrated(
+        nn.Sequential(nn.Conv2d(3, 4, 3)),
+        image(),
+    )
     deployed = torchq.deploy(model, image(), target=target, progress=False)
     (parameter,) = deployed.parameters()
     assert (parameter.dtype, parameter.device) == (torch.float32, image().device)
@@ -372,7 +394,11 @@ class Tied(nn.Module):
 def test_a_tied_weight_is_rounded_for_one_reader_alone() -> None:
     torch.manual_seed(0)
     ids = torch.randint(0, 50, (64, 7))
-    model = simulated(Tied().eval(), [ids], torchq.recipes.integer(4, 16))
+    model = simulated(
+        Tied().eval(),
+        [ids],
+        torchq.recipes.integer(4, 16),
+    )
     deployed = torchq.deploy(model, ids, target="torch", progress=False)
     assert sqnr(deployed(ids), model(ids)) > 100
 
@@ -382,7 +408,10 @@ def test_a_model_with_a_scripted_part_is_deployed() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         part = torch.jit.script(nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU()))
-    model = calibrated(nn.Sequential(nn.Conv2d(3, 4, 3), part), image())
+    model = calibrated(
+        nn.Sequential(nn.Conv2d(3, 4, 3), part),
+        image(),
+    )
     deployed = torchq.deploy(model, image(), target="torch", progress=False)
     assert sqnr(deployed(image()), model(image())) > 60
 
@@ -395,7 +424,10 @@ def test_a_deployment_runs_the_simulation_four_times_at_most() -> None:
             calls.append(x)
             return super().forward(x)
 
-    model = calibrated(Counted(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)), image())
+    model = calibrated(
+        Counted(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)),
+        image(),
+    )
     calls.clear()
     torchq.deploy(model, image(), target="torch", progress=False)
     # The example and an input of other values, each once for results and once for layers; one that

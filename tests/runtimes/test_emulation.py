@@ -100,14 +100,20 @@ def test_handlers_of_functions_methods_and_modules(generator: torch.Generator) -
 def test_handlers_form_a_chain() -> None:
     first = Backend().register("relu", lambda call, x: call.default(x) * 2)
     second = Backend().register("relu", lambda call, x: call.default(x) + 1)
-    run = runner(nn.Sequential(nn.ReLU()), torch.ones(1))
+    run = runner(
+        nn.Sequential(nn.ReLU()),
+        torch.ones(1),
+    )
     assert run.run(torch.ones(1), backend=second.over(first)).item() == 3.0
     assert run.run(torch.ones(1), backend=first.over(second)).item() == 4.0
     assert run.run(torch.ones(1), backend=first).item() == 2.0
 
 
 def test_threads_may_use_different_backends() -> None:
-    run = runner(nn.Sequential(*[nn.ReLU() for _ in range(20)]), torch.ones(1))
+    run = runner(
+        nn.Sequential(*[nn.ReLU() for _ in range(20)]),
+        torch.ones(1),
+    )
     results: dict[int, float] = {}
 
     def work(number: int) -> None:
@@ -125,7 +131,10 @@ def test_threads_may_use_different_backends() -> None:
 @pytest.mark.parametrize("name", ["relu", "relu_", "ReLU"])
 def test_an_operation_has_its_handler_by_any_name_of_torch(name: str) -> None:
     backend = Backend().register(name, lambda call, x: call.default(x) + 1)
-    run = runner(nn.Sequential(nn.ReLU()), torch.zeros(1))
+    run = runner(
+        nn.Sequential(nn.ReLU()),
+        torch.zeros(1),
+    )
     assert run.run(torch.zeros(1), backend=backend).item() == 1.0
     assert len(backend.handlers("relu")) == len(backend.handlers(name)) == 1
 
@@ -187,9 +196,16 @@ def test_leaky_relu_shifts_codes(
 
 def test_what_is_not_quantized_is_left_to_torch(generator: torch.Generator) -> None:
     x = torch.randn(5, 2, 6, 6, generator=generator)
-    model = nn.Sequential(nn.LeakyReLU(0.1), nn.AvgPool2d(2), nn.Conv2d(2, 3, 3))
+    model = nn.Sequential(
+        nn.LeakyReLU(0.1),
+        nn.AvgPool2d(2),
+        nn.Conv2d(2, 3, 3),
+    )
     backend = fixed_point().over(shift_leaky_relu()).over(integer_average_pooling())
-    assert torch.equal(runner(model, x).run(x, backend=backend), model(x))
+    assert torch.equal(
+        runner(model, x).run(x, backend=backend),
+        model(x),
+    )
 
 
 @pytest.mark.parametrize(
@@ -245,7 +261,11 @@ def test_layers_are_those_of_integer_chips(
         )
         code = tflite_multiply(total, s_in * s_w / s_out) + z_out
         hidden[n, o, i, j] = max(min(max(code, -128), 127), z_out)  # ReLU ends at zero.
-    inner = run.run(x, outputs=linear_input(run), backend=fixed_point())
+    inner = run.run(
+        x,
+        outputs=linear_input(run),
+        backend=fixed_point(),
+    )
     assert codes(inner, q_out) == hidden.flatten().tolist()
     w = (linear.weight / linear.weight_quantizer.scale).round().long()
     s_w = float(linear.weight_quantizer.scale)
@@ -257,7 +277,11 @@ def test_layers_are_those_of_integer_chips(
     assert torch.equal(result, (sums.double() * (s_out * s_w)).float())
     # And it is close to what torch simulates, but not the same.
     assert not torch.equal(result, model(x))
-    assert torch.allclose(result, model(x), atol=3 * s_out * float(w.abs().max()) * s_w)
+    assert torch.allclose(
+        result,
+        model(x),
+        atol=3 * s_out * float(w.abs().max()) * s_w,
+    )
 
 
 def linear_input(run: GraphRunner) -> str:
@@ -432,7 +456,12 @@ def sample(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     exponents = torch.randint(-18, 3, (400,), generator=generator)
     real = real * 2.0**exponents
     real[:4] = torch.tensor([0.5, 0.25, 2.0**-31, 1 - 2.0**-40])
-    accumulators = torch.randint(-(2**24), 2**24, (400,), generator=generator)
+    accumulators = torch.randint(
+        -(2**24),
+        2**24,
+        (400,),
+        generator=generator,
+    )
     accumulators[:6] = torch.tensor([0, 1, -1, 3, -3, -6])
     return accumulators, real
 
@@ -498,6 +527,13 @@ def test_additions_are_those_of_tensorflow_lite(generator: torch.Generator) -> N
         wanted.append(
             clamped(tflite_multiply(sum(parts), widest / 2**20 / s_out) + int(z_out))
         )
-    result = runner(model, (a, b)).run((a, b), backend=fixed_point())
+    result = runner(model, (a, b)).run(
+        (a, b),
+        backend=fixed_point(),
+    )
     assert codes(result, model.last) == wanted
-    assert torch.allclose(result, model(a, b), atol=1.01 * s_out)
+    assert torch.allclose(
+        result,
+        model(a, b),
+        atol=1.01 * s_out,
+    )

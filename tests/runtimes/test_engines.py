@@ -166,7 +166,10 @@ class TestGraphEngines:
         other = torchq.deploy(simulated, example, target=graph_module.target)
         twin = copy.deepcopy(graph_module)
         twin.load_state_dict(other.state_dict())
-        assert torch.equal(twin(x).scores, other(x, 2.0).scores)
+        assert torch.equal(
+            twin(x).scores,
+            other(x, 2.0).scores,
+        )
         assert not torch.equal(twin(x).scores, graph_module(x).scores)
 
     def test_the_summary_counts_integer_nodes(self, graph_module: EngineModule) -> None:
@@ -247,7 +250,11 @@ def test_providers_that_are_not_there_are_named(engine: SessionEngine) -> None:
     if len(runtime.get_available_providers()) > 2:
         pytest.skip("there are providers for GPUs")
     with pytest.raises(ExportError, match=f"expected it for '{engine.label}'"):
-        torchq.deploy(calibrated_detector(engine.name), images(1), target=engine)
+        torchq.deploy(
+            calibrated_detector(engine.name),
+            images(1),
+            target=engine,
+        )
 
 
 def test_unknown_settings_are_refused() -> None:
@@ -464,14 +471,23 @@ def test_images_that_are_smaller_than_a_kernel(
         ):
             model(torch.randn(2, 3, *size))
     other = torch.randn(3, 3, 4, 7)
-    torch.testing.assert_close(model(other), simulated(other), rtol=0.1, atol=0.1)
+    torch.testing.assert_close(
+        model(other),
+        simulated(other),
+        rtol=0.1,
+        atol=0.1,
+    )
 
 
 @pytest.mark.sample(2)
 @GRAPH_ENGINES
 @pytest.mark.parametrize("shape", [(2, 0, 8), (0, 5, 8), (0, 0, 8)], ids=str)
 def test_sequences_without_elements(engine: str, shape: tuple[int, ...]) -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    model = nn.Sequential(
+        nn.Linear(8, 8),
+        nn.ReLU(),
+        nn.Linear(8, 4),
+    )
     simulated, model = on_engine(model, torch.randn(2, 5, 8), engine)
     x = torch.randn(shape)
     assert model(x).shape == simulated(x).shape

@@ -23,7 +23,12 @@ pytest.importorskip("onnxruntime")
 def model() -> nn.Module:
     torch.manual_seed(0)
     x = torch.randn(8, 3, 16, 16)
-    return calibrated(Residual(), x, target="onnxruntime", example=x[:1])
+    return calibrated(
+        Residual(),
+        x,
+        target="onnxruntime",
+        example=x[:1],
+    )
 
 
 def write(
@@ -77,7 +82,11 @@ def test_onnxruntime_gets_whole_integer_regions(
     }
     assert {kind: kinds.count(kind) for kind in wanted} == wanted
     assert nodes.fallbacks == ()
-    proof = torchq.verify_onnx(model, tmp_path / "m.onnx", [torch.randn(8, 3, 16, 16)])
+    proof = torchq.verify_onnx(
+        model,
+        tmp_path / "m.onnx",
+        [torch.randn(8, 3, 16, 16)],
+    )
     assert proof.ok, str(proof)
 
 
@@ -147,7 +156,11 @@ class Heads(nn.Module):
 
 def test_linear_layers_run_on_integers_in_onnxruntime(tmp_path: Path) -> None:
     """A Gemm without a quantized result would dequantize its weight on every call."""
-    model = calibrated(Heads(), torch.randn(16, 8), target="onnxruntime")
+    model = calibrated(
+        Heads(),
+        torch.randn(16, 8),
+        target="onnxruntime",
+    )
     write(model, tmp_path / "m.onnx", "onnxruntime", (2, 8))
     nodes = torchq.inspect_onnx(tmp_path / "m.onnx")
     wanted = ["QGemm", "MatMulIntegerToFloat", "MatMulIntegerToFloat"]
@@ -165,7 +178,12 @@ def test_tensorrt_leaves_the_branch_of_the_convolution_open(tmp_path: Path) -> N
     model = Residual()
     model.stem = nn.Conv2d(8, 16, 3, padding=1)
     calibrated(model, x, target="tensorrt", example=x)
-    report = write(model, tmp_path / "m.onnx", "tensorrt", (1, 8, 16, 16))
+    report = write(
+        model,
+        tmp_path / "m.onnx",
+        "tensorrt",
+        (1, 8, 16, 16),
+    )
     assert report.warnings == ()
     nodes = {
         o: n for n in onnx.load(str(tmp_path / "m.onnx")).graph.node for o in n.output
@@ -219,11 +237,19 @@ RULES = [
 ]
 
 
-@pytest.mark.parametrize(("module", "config", "message"), RULES, ids=range(len(RULES)))
+@pytest.mark.parametrize(
+    ("module", "config", "message"),
+    RULES,
+    ids=range(len(RULES)),
+)
 def test_tensorrt_rules_name_the_layer_and_the_fix(
     module: nn.Module, config: QuantConfig | None, message: str, tmp_path: Path
 ) -> None:
-    model = calibrated(copy.deepcopy(module), torch.randn(4, 16, 8, 8), config=config)
+    model = calibrated(
+        copy.deepcopy(module),
+        torch.randn(4, 16, 8, 8),
+        config=config,
+    )
     arguments = (model, torch.randn(1, 16, 8, 8), tmp_path / "m.onnx")
     with pytest.warns(UserWarning, match=message):
         report = torchq.export_onnx(*arguments, target="tensorrt", dynamo=False)
@@ -237,12 +263,20 @@ def test_the_report_groups_warnings_and_fits_the_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    model = nn.Sequential(nn.Conv2d(16, 10, 1), nn.ReLU(), nn.Conv2d(10, 16, 1))
+    model = nn.Sequential(
+        nn.Conv2d(16, 10, 1),
+        nn.ReLU(),
+        nn.Conv2d(10, 16, 1),
+    )
     for conv in (model[0], model[2]):
         torchq.quantize_(
             conv, QuantConfig((Rule("type:*Conv2d", input=QuantDescriptor(axis=1)),))
         )
-    torchq.calibrate(model.eval(), [torch.randn(4, 16, 8, 8)], progress=False)
+    torchq.calibrate(
+        model.eval(),
+        [torch.randn(4, 16, 8, 8)],
+        progress=False,
+    )
     arguments = (model, torch.randn(1, 16, 8, 8), tmp_path / "m.onnx")
     with pytest.warns(UserWarning, match="TensorRT takes one"):
         report = torchq.export_onnx(*arguments, target="tensorrt", dynamo=False)
@@ -254,9 +288,18 @@ def test_the_report_groups_warnings_and_fits_the_terminal(
 def test_transposed_convolutions_keep_float_inputs_in_onnxruntime(
     tmp_path: Path,
 ) -> None:
-    model = calibrated(Layers(), torch.randn(4, 3, 9, 9), target="onnxruntime")
+    model = calibrated(
+        Layers(),
+        torch.randn(4, 3, 9, 9),
+        target="onnxruntime",
+    )
     assert isinstance(model.up.input_quantizer, nn.Identity)
-    write(model, tmp_path / "m.onnx", "onnxruntime", (1, 3, 9, 9))
+    write(
+        model,
+        tmp_path / "m.onnx",
+        "onnxruntime",
+        (1, 3, 9, 9),
+    )
     assert "up.input_quantizer" not in ends(tmp_path / "m.onnx", "QuantizeLinear")
     stored = {t.name: t for t in onnx.load(str(tmp_path / "m.onnx")).graph.initializer}
     assert (
@@ -304,7 +347,10 @@ def test_concatenated_tensors_carry_one_scale(tmp_path: Path) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.cat([self.add(x, self.conv(x)), 5 * x])
 
-    model = calibrated(Written(), torch.randn(8, 4, 6, 6))
+    model = calibrated(
+        Written(),
+        torch.randn(8, 4, 6, 6),
+    )
     twin = Written()
     torchq.quantize_(twin)
     twin.load_state_dict(copy.deepcopy(model).state_dict(), strict=True)

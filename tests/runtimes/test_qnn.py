@@ -270,7 +270,10 @@ def test_the_emulator_answers_as_the_simulation_does(
     # Codes off by one in five layers.
     assert (emulated(X) - expected).abs().max() <= 2.5 * step
     assert emulated(X[:1]).shape == (1, 5)  # another shape has a binary of its own
-    assert torch.equal(pickle.loads(pickle.dumps(emulated))(X), emulated(X))
+    assert torch.equal(
+        pickle.loads(pickle.dumps(emulated))(X),
+        emulated(X),
+    )
 
 
 def test_a_chip_that_answers_otherwise_is_an_error(
@@ -471,7 +474,13 @@ def test_a_layer_of_the_emulator_that_computes_something_else_is_named(
     model = deployed[0]
     path = tmp_path / "m.onnx"
     torchq.export_onnx(model, X, path, dynamo=False, progress=False)
-    report = torchq.verify_onnx(model, path, [X], target=OtherScale(), progress=False)
+    report = torchq.verify_onnx(
+        model,
+        path,
+        [X],
+        target=OtherScale(),
+        progress=False,
+    )
     assert not report.ok
     assert report.first is not None
     assert report.first.layers == ("block",)

@@ -286,7 +286,10 @@ def test_a_norm_is_not_joined_with_the_layer_behind_it(tmp_path: Path) -> None:
     assert chip.simulation_db > 45
 
 
-@pytest.mark.parametrize(("ratio", "share"), [(1.0, 0.30), (2.0, 0.30), (1.37, 0.05)])
+@pytest.mark.parametrize(
+    ("ratio", "share"),
+    [(1.0, 0.30), (2.0, 0.30), (1.37, 0.05)],
+)
 def test_means_that_lie_between_two_codes_have_a_bound_of_their_own(
     ratio: float, share: float, tmp_path: Path
 ) -> None:

@@ -95,7 +95,12 @@ def operator_widths(quantize: Any) -> set[int]:
 
 def test_all_that_reads_a_tensor_has_the_width_of_the_widest() -> None:
     """The layer ``c`` and a concatenation read one tensor; the other operands have 8 bits."""
-    plan = torchq.plan(Net().eval(), config_of(["c"]), target="qnn", example=X)
+    plan = torchq.plan(
+        Net().eval(),
+        config_of(["c"]),
+        target="qnn",
+        example=X,
+    )
     bits = {d.name: d.input.num_bits for d in plan.replaced if d.input is not None}
     assert bits["c"] == bits["quant_cat"] == 16
     assert bits["a"] == bits["b"] == bits["head"] == 8
@@ -124,7 +129,10 @@ def test_the_pair_of_16_bits_moves_no_border_between_codes(zero_point: int) -> N
     expected = narrow.codes(narrow.scaled(x))
     assert torch.equal(narrow.codes(narrow.scaled(rounded)), expected)
     values = narrow.dequantize(narrow.centered(codes))
-    assert torch.equal(wide.codes(wide.scaled(values)), 257 * codes)
+    assert torch.equal(
+        wide.codes(wide.scaled(values)),
+        257 * codes,
+    )
 
 
 def test_the_last_layers_of_a_detector_have_16_bits_where_nothing_is_float() -> None:

@@ -90,7 +90,12 @@ def test_onnxruntime_adds_exactly_on_every_cpu(tmp_path: Path) -> None:
     torchq.quantize_(model, target="onnxruntime", example=x)
     torchq.calibrate(model, [x], progress=False)
     torchq.export_onnx(model, x, tmp_path / "m.onnx", progress=False, dynamo=False)
-    report = torchq.verify_onnx(model, tmp_path / "m.onnx", [x], progress=False)
+    report = torchq.verify_onnx(
+        model,
+        tmp_path / "m.onnx",
+        [x],
+        progress=False,
+    )
     assert report.ok and report.outputs[0].equal == 1, report.table()
     assert ("x64quantprecision" in report.session) is torchq.lowering.kernel.saturates()
     verdict = str(report.verdicts[1])

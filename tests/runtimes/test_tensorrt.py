@@ -289,7 +289,11 @@ def test_scales_are_numbers_of_the_type_in_plan_file_and_loaded_model(
 ) -> None:
     """Nearly dead filters get the smallest normal number, and codes of 0."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    model = nn.Sequential(
+        nn.Conv2d(8, 8, 3),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3),
+    )
     x = torch.randn(2, 8, 9, 9)
     with torch.no_grad():
         model[2].weight[1] *= 1e-6
@@ -576,7 +580,11 @@ def test_a_damaged_record_is_an_error_with_the_path(
 
 
 def small() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(16, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3))
+    return nn.Sequential(
+        nn.Conv2d(16, 16, 3),
+        nn.ReLU(),
+        nn.Conv2d(16, 16, 3),
+    )
 
 
 X = torch.randn(2, 16, 9, 9, generator=torch.Generator().manual_seed(0))

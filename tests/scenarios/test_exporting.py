@@ -116,7 +116,10 @@ def test_s35_a_model_in_training_is_exported_in_eval_mode(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that its TorchScript is old.
         torch.jit.save(torch.jit.trace(joined.eval(), X), path)
-        torch.testing.assert_close(torch.jit.load(path)(X), joined(X))
+        torch.testing.assert_close(
+            torch.jit.load(path)(X),
+            joined(X),
+        )
 
 
 @needs_gloo

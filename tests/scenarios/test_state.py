@@ -34,7 +34,10 @@ def test_s18_deepcopy_pickle_and_another_process(stage: str, tmp_path: Path) -> 
     expected = model(x).detach()
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(twin(x), expected)
-    torch.save({"model": model, "x": x, "y": expected}, tmp_path / "m.pt")
+    torch.save(
+        {"model": model, "x": x, "y": expected},
+        tmp_path / "m.pt",
+    )
     code = f"import torch; d = torch.load({str(tmp_path / 'm.pt')!r}, weights_only=False); "
     code += "print(torch.equal(d['model'](d['x']), d['y']))"
     assert run_code(code) == "True\n"
@@ -66,7 +69,10 @@ def test_s19_exponential_moving_average() -> None:
         torch.testing.assert_close(
             q.amax, before[name]
         )  # 0.9 a + 0.1 a is a up to float32 rounding
-        assert torch.equal(quantizers(model)[name].amax, before[name])
+        assert torch.equal(
+            quantizers(model)[name].amax,
+            before[name],
+        )
     y = average(x)
     reference = model.eval()(x)
     assert (y - reference).norm() < 0.2 * reference.norm()  # behind by about ten steps

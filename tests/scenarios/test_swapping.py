@@ -120,7 +120,10 @@ def test_s08_control_flow_and_structured_data() -> None:
             y = self.large(x) if x.abs().max() > 1 else self.small(x)
             return {"out": y, "parts": list(y.unbind(0)), "options": options}
 
-    model = Wild(small=Linear(4, 4), large=Linear(4, 4))
+    model = Wild(
+        small=Linear(4, 4),
+        large=Linear(4, 4),
+    )
     torchq.quantize_(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = [[torch.full((2, 4), 0.5)], [torch.full((2, 4), 3.0), torch.ones(1, 4)]]

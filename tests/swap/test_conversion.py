@@ -27,7 +27,10 @@ OTHER = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
 def is_equal(model: nn.Module, plain: nn.Module, x: Tensor) -> bool:
     with torch.no_grad(), torchq.disabled(model):
-        return torch.equal(model(x.clone()), plain(x.clone()))
+        return torch.equal(
+            model(x.clone()),
+            plain(x.clone()),
+        )
 
 
 def check(
@@ -238,7 +241,10 @@ def test_a_container_with_operators_counts_and_gives_its_own_children() -> None:
     class Net(Base):
         def __init__(self) -> None:
             super().__init__()
-            self.block = Block(nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1))
+            self.block = Block(
+                nn.Conv2d(8, 8, 1),
+                nn.Conv2d(8, 8, 1),
+            )
 
         def forward(self, x: Tensor) -> Any:
             h = self.block(self.a(x)) * len(self.block)
@@ -307,7 +313,11 @@ def test_attention_that_is_excluded_as_an_operator_is_no_call_either() -> None:
         "target": "onnxruntime",
         "example": torch.randn(1, 2, 3, 8),
     }
-    report = torchq.plan(Net().eval(), exclude=["*quant_attention"], **settings)
+    report = torchq.plan(
+        Net().eval(),
+        exclude=["*quant_attention"],
+        **settings,
+    )
     assert {d.name for d in report.replaced} == {"q", "o"}
     # One linear layer of 8 x 8 for each of 6 rows, twice; two products of 3 x 3 x 8, twice.
     assert report.share is not None
@@ -383,7 +393,10 @@ def test_a_model_that_does_not_repeat_itself_cannot_be_compared() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.first = Base()
-            self.second = nn.Sequential(nn.Conv2d(4, 3, 1), Rolls())
+            self.second = nn.Sequential(
+                nn.Conv2d(4, 3, 1),
+                Rolls(),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             return self.second(self.first(x))

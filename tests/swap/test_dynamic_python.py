@@ -105,7 +105,10 @@ def test_everything_that_a_call_can_change_changes_it(
         for attribute, value in attributes.items():
             setattr(net, attribute, value)
     with torchq.disabled(model):
-        assert torch.equal(model(X, **arguments), plain(X, **arguments))
+        assert torch.equal(
+            model(X, **arguments),
+            plain(X, **arguments),
+        )
     assert torch.equal(model(X, **arguments), before) is (name == "as calibrated")
 
 
@@ -154,7 +157,10 @@ class Shuffle(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.branch = nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU())
+        self.branch = nn.Sequential(
+            nn.Conv2d(4, 4, 1),
+            nn.ReLU(),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         assert x.shape[1] % 4 == 0
@@ -328,7 +334,10 @@ def test_decorators_run_around_the_routes() -> None:
     with torchq.disabled(model):
         assert torch.equal(model(X), plain(X))
     y = call.input_quantizer(model.quant_add(model.conv(X), X))
-    assert torch.equal(model(X), 2 * F.conv2d(y, call.weight_quantizer(model.kernel)))
+    assert torch.equal(
+        model(X),
+        2 * F.conv2d(y, call.weight_quantizer(model.kernel)),
+    )
 
 
 def of_some_keywords(function: Any) -> Any:

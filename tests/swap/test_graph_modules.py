@@ -157,7 +157,10 @@ def test_calls_of_functions_in_a_graph_stay_float_and_are_named() -> None:
     report = torchq.quantize_(model, example=x)
     assert any("a graph of torch.fx" in str(line) for line in str(report).splitlines())
     torchq.calibrate(model, [x], progress=False)
-    assert torch.equal(copy.deepcopy(model)(x), model(x))
+    assert torch.equal(
+        copy.deepcopy(model)(x),
+        model(x),
+    )
     assert isinstance(model.layer, torchq.nn.QuantConv2d)
     site = CallSite("conv2d", weight="weight", holder="call")
     with pytest.raises(

@@ -16,7 +16,10 @@ TARGETS = ["onnxruntime", "openvino", "executorch"]
 
 
 def block(inputs: int, outputs: int, stride: int = 2) -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(inputs, outputs, 3, stride, 1), nn.SiLU())
+    return nn.Sequential(
+        nn.Conv2d(inputs, outputs, 3, stride, 1),
+        nn.SiLU(),
+    )
 
 
 class Levels(nn.Module):
@@ -211,7 +214,10 @@ class Wide(nn.Module):
     def __init__(self, kind: type[nn.Module] = Ssd) -> None:
         super().__init__()
         self.head = kind()
-        self.head.levels.stem = nn.Sequential(block(3, 256, 1), block(256, 8))
+        self.head.levels.stem = nn.Sequential(
+            block(3, 256, 1),
+            block(256, 8),
+        )
 
     def forward(self, x: Tensor) -> Any:
         return self.head(x)

@@ -109,7 +109,10 @@ def test_a_product_with_a_computed_weight_is_one_of_a_layer_and_others_are_opera
     block: Any = quantized(Computed()).block
     x = torch.randn(2, 5, 8)
     y = block.input_quantizer(x) @ block.weight_quantizer(2 * block.weight)
-    assert torch.equal(block(x), block.quant_matmul_1(y, x.transpose(1, 2)))
+    assert torch.equal(
+        block(x),
+        block.quant_matmul_1(y, x.transpose(1, 2)),
+    )
 
 
 def test_operators_are_places_in_the_source() -> None:

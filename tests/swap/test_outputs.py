@@ -90,7 +90,10 @@ def test_what_is_left_of_a_fused_norm_does_not_hide_the_relu() -> None:
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.Identity(), nn.ReLU(), nn.GroupNorm(2, 8)
     )
-    quantized(model.append(nn.Conv2d(8, 4, 1)).eval(), torch.randn(2, 3, 9, 9))
+    quantized(
+        model.append(nn.Conv2d(8, 4, 1)).eval(),
+        torch.randn(2, 3, 9, 9),
+    )
     assert outputs(model) == {"0": True}
 
 
@@ -159,7 +162,10 @@ def test_deployed_linear_layers_quantize_their_results(dynamic: bool) -> None:
         "input": torchq.QuantDescriptor(dynamic=dynamic),
         "weight": torchq.QuantDescriptor(7, axis=0),
     }
-    torchq.quantize_(model.eval(), torchq.QuantConfig((torchq.Rule("*", **forms),)))
+    torchq.quantize_(
+        model.eval(),
+        torchq.QuantConfig((torchq.Rule("*", **forms),)),
+    )
     model[0].quantize_output_(torchq.QuantDescriptor(4))
     torchq.calibrate(model, [x], progress=False)
     deployed = torchq.deploy(model, x, target="torch")
@@ -170,9 +176,17 @@ def test_deployed_linear_layers_quantize_their_results(dynamic: bool) -> None:
 @pytest.mark.parametrize("act", [nn.ReLU(), nn.ReLU6(), nn.Hardtanh(0.0, 4.0)])
 def test_clipped_results_that_are_quantized_need_no_quantizer(act: nn.Module) -> None:
     """The quantizer of the next layer includes the clipping."""
-    model = nn.Sequential(nn.Conv2d(3, 16, 3), act, nn.Conv2d(16, 16, 1), nn.ReLU6())
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3),
+        act,
+        nn.Conv2d(16, 16, 1),
+        nn.ReLU6(),
+    )
     model.append(nn.AdaptiveAvgPool2d(1))
-    quantized(model.eval(), torch.randn(2, 3, 9, 9))
+    quantized(
+        model.eval(),
+        torch.randn(2, 3, 9, 9),
+    )
     assert outputs(model) == {}
 
 
@@ -225,7 +239,10 @@ def test_zeros_that_convolutions_add_need_no_quantizer(
     model: nn.Module, quantized_by_itself: bool
 ) -> None:
     torch.manual_seed(0)
-    quantized(model.eval(), torch.randn(2, 3, 9, 9))
+    quantized(
+        model.eval(),
+        torch.randn(2, 3, 9, 9),
+    )
     assert ("stem" in outputs(model)) is quantized_by_itself
 
 

@@ -51,7 +51,10 @@ def test_as_a_handle() -> None:
 
 def test_after_an_exception() -> None:
     with pytest.raises(ZeroDivisionError), torchq.patch():
-        Sequential(build(), nn.ReLU() if 1 / 0 else None)
+        Sequential(
+            build(),
+            nn.ReLU() if 1 / 0 else None,
+        )
     assert kinds(build()) == ["Conv2d", "Linear", "Linear"]
 
 
@@ -74,7 +77,10 @@ def test_rules_see_the_names_as_they_grow() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.body = Sequential(Linear(2, 2), Linear(2, 2))
+            self.body = Sequential(
+                Linear(2, 2),
+                Linear(2, 2),
+            )
             self.head = Sequential(Linear(2, 2))
 
     class Wrapper(nn.Module):

@@ -27,7 +27,10 @@ class Net(nn.Module):
         self.body = nn.Sequential(
             nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2)
         )
-        self.head = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        self.head = nn.Sequential(
+            nn.Linear(4, 4),
+            nn.Linear(4, 2),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.body(self.stem(x)).mean((2, 3)))
@@ -65,7 +68,10 @@ def test_the_last_rule_that_matches_decides() -> None:
         Rule("type:Linear", input=INT4, weight=INT4),
     )
     own = Rule("head.1", skip=True), Rule("re:^body", weight=INT4)
-    report = torchq.plan(Net(), QuantConfig((*rules, *own)))
+    report = torchq.plan(
+        Net(),
+        QuantConfig((*rules, *own)),
+    )
     found = {d.name: (d.by, d.input, d.weight, d.reason) for d in report.decisions}
     assert found["stem"] == ("*", INT8, INT8, "")
     assert found["head.0"] == ("type:Linear", INT4, INT4, "")
@@ -191,7 +197,11 @@ def test_every_candidate_that_stays_float_has_a_reason(
 
 def test_report_reads_well(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
-    model = nn.Sequential(nn.Linear(2, 2), SamePadConv2d(1, 1, 3), nn.Linear(2, 2))
+    model = nn.Sequential(
+        nn.Linear(2, 2),
+        SamePadConv2d(1, 1, 3),
+        nn.Linear(2, 2),
+    )
     report = torchq.plan(model, exclude="2", example=torch.ones(1, 4, 2))
     lines = report.table().splitlines()
     words = ("what", "input", "input", "SKIPPED")
@@ -238,10 +248,16 @@ class Heads(nn.Module):
 
 
 def test_a_run_shows_what_is_not_called() -> None:
-    plan = torchq.plan(Heads().eval(), example=torch.ones(2, 4))
+    plan = torchq.plan(
+        Heads().eval(),
+        example=torch.ones(2, 4),
+    )
     notes = {d.name: d.note for d in plan.decisions if d.note}
     assert notes == {"aux": NOT_CALLED, "forgotten": NOT_CALLED}
-    report = torchq.quantize_(Heads(), example=torch.ones(2, 4))
+    report = torchq.quantize_(
+        Heads(),
+        example=torch.ones(2, 4),
+    )
     assert "not called in" in str(report)
     assert not report.skipped
 
@@ -263,7 +279,10 @@ def widths(report: torchq.swap.Plan) -> dict[str, tuple[int, str | None]]:
 
 
 def test_ends_keep_eight_bits_and_the_report_says_why() -> None:
-    report = torchq.plan(ends(), torchq.recipes.integer(4, 4, first_last=8))
+    report = torchq.plan(
+        ends(),
+        torchq.recipes.integer(4, 4, first_last=8),
+    )
     assert widths(report) == {
         "1": (8, "1 (first layer)"),
         "3": (4, "type:torch.nn.modules.conv.Conv[123]d"),
@@ -282,7 +301,10 @@ def test_excluding_the_last_layer_makes_no_other_the_last() -> None:
 
 
 def test_one_layer_is_first_and_last() -> None:
-    report = torchq.plan(nn.Linear(2, 2), torchq.recipes.integer(4, 4, first_last=8))
+    report = torchq.plan(
+        nn.Linear(2, 2),
+        torchq.recipes.integer(4, 4, first_last=8),
+    )
     assert [(d.name, d.by) for d in report.replaced] == [("", "re:^$ (last layer)")]
 
 
@@ -313,6 +335,9 @@ def test_a_rule_must_match_its_layer_unless_it_is_optional() -> None:
 
 
 def test_a_plan_without_a_target_says_what_one_would_change() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.ReLU(),
+    )
     assert str(torchq.plan(model)).splitlines()[-2].startswith("no target: portable")
     assert "portable" not in str(torchq.plan(model, target="onnxruntime"))

@@ -65,7 +65,12 @@ class Branching(nn.Module):
 def transformer() -> nn.Module:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-    return nn.Sequential(encoder, Conv1D(5, 8), nn.Linear(5, 5), Projection())
+    return nn.Sequential(
+        encoder,
+        Conv1D(5, 8),
+        nn.Linear(5, 5),
+        Projection(),
+    )
 
 
 def fused() -> nn.Module:
@@ -148,7 +153,10 @@ def check_grids(model: nn.Module, plan: Plan) -> None:
 
 @pytest.mark.sample(24)
 @pytest.mark.filterwarnings("ignore:.*only .* quantized")
-@pytest.mark.parametrize(("name", "target", "has_example"), [*SMALL, *LARGE, *SLOW])
+@pytest.mark.parametrize(
+    ("name", "target", "has_example"),
+    [*SMALL, *LARGE, *SLOW],
+)
 def test_plan_report_copy_file_and_loaded_model_agree(
     name: str, target: str | None, has_example: bool, tmp_path: Path
 ) -> None:
@@ -235,7 +243,10 @@ def test_a_model_that_was_changed_by_hand_has_the_plan_of_what_it_is(
     assert now.decision("stem") == report.decision("stem")
     assert now.decision("head.0").reason == "excluded"
     torchq.save(model, tmp_path / "m.pt")
-    loaded = torchq.load(made("staged")[0], tmp_path / "m.pt")
+    loaded = torchq.load(
+        made("staged")[0],
+        tmp_path / "m.pt",
+    )
     assert plan_of(loaded) == now
     assert torch.equal(loaded(x), model(x))
 
@@ -265,7 +276,10 @@ def test_a_printed_plan_is_a_screen_that_names_every_exception() -> None:
     blocks = [
         nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.MaxPool2d(2)) for _ in range(40)
     ]
-    plan = torchq.plan(nn.Sequential(*blocks, nn.Linear(8, 2)), exclude=["3.0", "5.0"])
+    plan = torchq.plan(
+        nn.Sequential(*blocks, nn.Linear(8, 2)),
+        exclude=["3.0", "5.0"],
+    )
     lines = str(plan).splitlines()
     assert len(lines) <= 25
     assert lines[-1] == plan.verdict() == plan.table().splitlines()[-1]

@@ -95,7 +95,10 @@ class Stem(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:export_onnx")
-@pytest.mark.parametrize(("activation", "ranges"), [(nn.Identity(), 2), (nn.ReLU(), 1)])
+@pytest.mark.parametrize(
+    ("activation", "ranges"),
+    [(nn.Identity(), 2), (nn.ReLU(), 1)],
+)
 def test_tensors_with_and_without_negative_values_are_separate(
     activation: nn.Module, ranges: int, tmp_path: Path
 ) -> None:
@@ -156,7 +159,10 @@ def test_a_damaged_number_of_ranges_is_named() -> None:
 
 
 def test_a_tensor_behind_those_with_ranges_has_the_first_range() -> None:
-    cat = torchq.nn.convert_(Cat(ranges=2), input=torchq.QuantDescriptor())
+    cat = torchq.nn.convert_(
+        Cat(ranges=2),
+        input=torchq.QuantDescriptor(),
+    )
     assert cat.quantizer_of(2) is cat.input_quantizer
     assert cat.quantizer_of(1) is not cat.input_quantizer
 

@@ -111,7 +111,10 @@ def test_products_in_forwards_count_where_the_target_quantizes_them() -> None:
             self.k = nn.Linear(8, 8)
 
         def forward(self, x: Tensor) -> Tensor:
-            return torch.matmul(self.q(x), self.k(x).transpose(1, 2))
+            return torch.matmul(
+                self.q(x),
+                self.k(x).transpose(1, 2),
+            )
 
     x = torch.randn(2, 5, 8)
     layers = 2 * 5 * 8 * 8

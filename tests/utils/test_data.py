@@ -34,6 +34,15 @@ def test_fields() -> None:
     with pytest.raises(
         ConfigError, match=r"here: got unknown keys \['c', 3\]; expected some of"
     ):
-        check_fields({3: 1, "c": 2, "a": 3}, "here", known=["a"])
+        check_fields(
+            {3: 1, "c": 2, "a": 3},
+            "here",
+            known=["a"],
+        )
     with pytest.raises(ConfigError, match=r"here: got {'a': 1}; expected a 'b'"):
-        check_fields({"a": 1}, "here", known=["a", "b"], required=["b"])
+        check_fields(
+            {"a": 1},
+            "here",
+            known=["a", "b"],
+            required=["b"],
+        )

@@ -58,7 +58,11 @@ def test_patterns(pattern: Any, selects: bool) -> None:
 def test_any_name_of_a_shared_module_will_do() -> None:
     assert matches("b", ["a", "b"], nn.ReLU())
     assert not matches("c", ["a", "b"], nn.ReLU())
-    assert matches(lambda name, module: name == "b", ["a", "b"], nn.ReLU())
+    assert matches(
+        lambda name, module: name == "b",
+        ["a", "b"],
+        nn.ReLU(),
+    )
 
 
 def test_types_are_judged_by_the_class_given() -> None:
@@ -99,7 +103,10 @@ def test_set_submodule() -> None:
 
 
 def test_evaluating_gives_each_module_its_mode_back() -> None:
-    model = nn.Sequential(nn.Dropout(), nn.Sequential(nn.BatchNorm1d(2).eval()))
+    model = nn.Sequential(
+        nn.Dropout(),
+        nn.Sequential(nn.BatchNorm1d(2).eval()),
+    )
     modes = [m.training for m in model.modules()]
     for error in (None, ZeroDivisionError):
         try:

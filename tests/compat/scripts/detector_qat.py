@@ -157,7 +157,12 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         up = wrappers.ConvTranspose2d(8, 4, 2, 2)
-        self.model = nn.Sequential(Conv(3, 8, 3, 2), C3(8), SPP(8), up)
+        self.model = nn.Sequential(
+            Conv(3, 8, 3, 2),
+            C3(8),
+            SPP(8),
+            up,
+        )
         self.lidar = SparseConvolution(2, 2)
         self.cat = QuantConcat()
         self.add = QuantAdd()
@@ -165,7 +170,10 @@ class Model(nn.Module):
         self.head = nn.Conv2d(8, 6, 1)
 
     def forward(self, image, points):
-        x = self.cat(self.model(image), self.lidar(points).flatten(1, 2))
+        x = self.cat(
+            self.model(image),
+            self.lidar(points).flatten(1, 2),
+        )
         return self.head(self.add(self.fuser(x), x))
 
 

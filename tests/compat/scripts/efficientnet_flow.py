@@ -108,7 +108,10 @@ class EMA:
         for name, value in state.items():
             average = self.state[name]
             if average.is_floating_point():
-                average.mul_(self.mu).add_(value.detach(), alpha=1 - self.mu)
+                average.mul_(self.mu).add_(
+                    value.detach(),
+                    alpha=1 - self.mu,
+                )
 
 
 def data(batches: int):

@@ -46,7 +46,10 @@ class Net(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(3, 8, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(8)
-        self.layer1 = nn.Sequential(Bottleneck(8, 4), Bottleneck(8, 4))
+        self.layer1 = nn.Sequential(
+            Bottleneck(8, 4),
+            Bottleneck(8, 4),
+        )
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(8, 4)
 

@@ -227,9 +227,15 @@ def main() -> None:
     configure(fresh)
     image, _ = next(data(1))
     with torch.no_grad():
-        report["reloaded"] = torch.equal(fresh.eval()(image), model.eval()(image))
+        report["reloaded"] = torch.equal(
+            fresh.eval()(image),
+            model.eval()(image),
+        )
         script = torch.jit.trace(model, image)
-        report["traced"] = torch.equal(script(image), model(image))
+        report["traced"] = torch.equal(
+            script(image),
+            model(image),
+        )
     report["codes"] = 0
     for key, codes in stored_codes(state).items():
         weight = state[key.replace("_weight_quantizer._amax", "weight")]

@@ -74,7 +74,11 @@ def write(name, weights, data):
         f"out:{key}": value
         for key, value in zip(names, net.forward(names), strict=True)
     }
-    np.savez_compressed(FOLDER / f"{name}.npz", **{"in:data": data}, **known)
+    np.savez_compressed(
+        FOLDER / f"{name}.npz",
+        **{"in:data": data},
+        **known,
+    )
 
 
 if __name__ == "__main__":

@@ -31,8 +31,15 @@ def special_values(name):
             "large": np.random.uniform(1.1, 3, (2, 3, 4)),
         }
     if name == "binary":
-        a = np.random.choice([0.5, 1.0, 1.5, 2.25, 3.0], (2, 3, 4))
-        b = np.where(np.random.rand(2, 3, 4) < 0.3, a, np.random.rand(2, 3, 4) + 0.5)
+        a = np.random.choice(
+            [0.5, 1.0, 1.5, 2.25, 3.0],
+            (2, 3, 4),
+        )
+        b = np.where(
+            np.random.rand(2, 3, 4) < 0.3,
+            a,
+            np.random.rand(2, 3, 4) + 0.5,
+        )
         return {"a": a, "b": b, "row": np.array([0.5, 1.5, 3.0]).reshape(1, 3, 1)}
     if name == "lookups":
         values = {
@@ -79,4 +86,8 @@ if __name__ == "__main__":
         network = path.name[: -len("-symbol.json")]
         np.random.seed(0)
         mx.random.seed(0)
-        write(network, mx.sym.load(str(path)), special_values(network))
+        write(
+            network,
+            mx.sym.load(str(path)),
+            special_values(network),
+        )

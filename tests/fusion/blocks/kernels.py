@@ -197,8 +197,14 @@ class VanillaBlock(nn.Module):
         super().__init__()
         self.act_learn = act_learn
         self.deploy = False
-        self.conv1 = nn.Sequential(nn.Conv2d(cin, cin, 1), nn.BatchNorm2d(cin))
-        self.conv2 = nn.Sequential(nn.Conv2d(cin, cout, 1), nn.BatchNorm2d(cout))
+        self.conv1 = nn.Sequential(
+            nn.Conv2d(cin, cin, 1),
+            nn.BatchNorm2d(cin),
+        )
+        self.conv2 = nn.Sequential(
+            nn.Conv2d(cin, cout, 1),
+            nn.BatchNorm2d(cout),
+        )
         self.pool = nn.MaxPool2d(2)
         self.act = VanillaActivation(cout)
 
