@@ -52,7 +52,11 @@ def test_import_contracts_hold() -> None:
 def test_one_file_changes_the_class_of_objects() -> None:
     assert assigns_class(ast.parse("object.__setattr__(m, '__class__', cls)"))
     texts = {
-        path: text for path, text in sources("torchq").items() if "__class__" in text
+        path: message
+        for path, message in sources("torchq").items()
+        if "__class__" in message
     }
-    found = [path for path, text in texts.items() if assigns_class(ast.parse(text))]
-    assert found == ["torchq/nn/convert.py"]
+    actual = [
+        path for path, message in texts.items() if assigns_class(ast.parse(message))
+    ]
+    assert actual == ["torchq/nn/convert.py"]

@@ -65,11 +65,11 @@ LONG = {
 def text_of(page: str) -> str:
     """Return the text of ``path``, or of one section of it: ``path#Title``."""
     path, _, title = page.partition("#")
-    text = (ROOT / path).read_text(encoding="utf-8")
+    message = (ROOT / path).read_text(encoding="utf-8")
     return (
-        re.split(r"^## ", text.split(f"\n## {title}\n")[1], flags=re.M)[0]
+        re.split(r"^## ", message.split(f"\n## {title}\n")[1], flags=re.M)[0]
         if title
-        else text
+        else message
     )
 
 

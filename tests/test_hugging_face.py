@@ -20,10 +20,10 @@ def test_damaged_descriptions_are_refused(tensors: Any) -> None:
     quantizer.pre_quantized = True
     quantizer.quantization_config = _Config(tensors=tensors)
     model = nn.Sequential(nn.Linear(2, 2))
-    text = (
+    message = (
         r"quantization_config: tensors.*expected \[shape, type\].*save the model again"
     )
-    with pytest.raises(torchq.errors.ConfigError, match=text):
+    with pytest.raises(torchq.errors.ConfigError, match=message):
         quantizer._process_model_before_weight_loading(model)
     assert [name for name, _ in model.named_modules()] == ["", "0"]
 
@@ -40,6 +40,8 @@ def test_a_fused_model_is_refused() -> None:
 
 
 def test_a_float_model_is_refused() -> None:
-    text = re.escape("embed_: got a Linear; expected a quantized model of transformers")
-    with pytest.raises(torchq.errors.QuantizationError, match=text):
+    message = re.escape(
+        "embed_: got a Linear; expected a quantized model of transformers"
+    )
+    with pytest.raises(torchq.errors.QuantizationError, match=message):
         torchq.hugging_face.embed_(nn.Linear(2, 2))

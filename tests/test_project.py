@@ -62,10 +62,10 @@ def test_readme_has_one_command_to_see_it_and_one_to_test_it() -> None:
 
 @pytest.mark.parametrize("script", [".ci/run", ".ci/checks", ".ci/release-check"])
 def test_scripts_are_executable_bash(script: str) -> None:
-    found = subprocess.run(
+    actual = subprocess.run(
         ["bash", "-n", str(ROOT / script)], capture_output=True, text=True
     )
-    assert (found.returncode, found.stderr) == (0, "")
+    assert (actual.returncode, actual.stderr) == (0, "")
     assert (ROOT / script).stat().st_mode & 0o111
 
 
@@ -79,9 +79,9 @@ def test_the_tools_of_continuous_integration_have_one_version(tool: str) -> None
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_named_files_exist(document: str) -> None:
-    text = read(document)
-    named = NAMED_FILE.findall(text)
-    named += [target for target in LINK.findall(text) if "://" not in target]
+    message = read(document)
+    named = NAMED_FILE.findall(message)
+    named += [target for target in LINK.findall(message) if "://" not in target]
     base = (ROOT / document).parent
     missing = [
         name
@@ -200,10 +200,10 @@ def test_metadata_is_read_without_importing_torch() -> None:
         "runpy.run_path('setup.py', run_name='__main__')"
     )
     pytest.importorskip("setuptools", minversion="77")
-    found = subprocess.run(
+    actual = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True
     )
-    assert found.stdout.strip().endswith(torchq.__version__), found.stderr
+    assert actual.stdout.strip().endswith(torchq.__version__), actual.stderr
 
 
 def public_packages() -> list[str]:
@@ -226,8 +226,8 @@ def test_the_reference_lists_every_top_level_name_and_package() -> None:
 
 
 def test_every_picture_is_there_for_both_themes() -> None:
-    text = "".join(map(read, DOCUMENTS))
-    shown = set(re.findall(r"images/([\w-]+)-(?:light|dark)\.svg", text))
+    message = "".join(map(read, DOCUMENTS))
+    shown = set(re.findall(r"images/([\w-]+)-(?:light|dark)\.svg", message))
     assert shown
     for name in shown:
         for theme in ("light", "dark"):

@@ -36,17 +36,17 @@ def slow(file: str) -> set[str]:
 
 def promises(text: str) -> dict[str, list[str]]:
     """Return what stands below each promise."""
-    found: dict[str, list[str]] = {}
+    actual: dict[str, list[str]] = {}
     for line in text.splitlines():
         if line.startswith(" "):
-            found[list(found)[-1]] += line.split()
+            actual[list(actual)[-1]] += line.split()
         elif line and not line.startswith("#"):
             assert re.fullmatch(r"[\w.-]+: .+\.", line), line
             assert line.partition(":")[0] not in {
-                name.partition(":")[0] for name in found
+                name.partition(":")[0] for name in actual
             }, line
-            found[line] = []
-    return found
+            actual[line] = []
+    return actual
 
 
 def gaps(text: str) -> list[str]:

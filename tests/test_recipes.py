@@ -66,8 +66,10 @@ def axes(config: Callable[[], QuantConfig], slot: str) -> list[Any]:
     """Return the descriptors of one slot in the layers of the model."""
     net = model()
     torchq.quantize_(net, config())
-    found = (getattr(m, f"{slot}_quantizer") for m in net if isinstance(m, QuantModule))
-    return [q.descriptor if isinstance(q, TensorQuantizer) else None for q in found]
+    actual = (
+        getattr(m, f"{slot}_quantizer") for m in net if isinstance(m, QuantModule)
+    )
+    return [q.descriptor if isinstance(q, TensorQuantizer) else None for q in actual]
 
 
 def test_what_each_recipe_does() -> None:

@@ -31,9 +31,9 @@ def public(module: ModuleType) -> list[str]:
 def packages() -> Iterator[ModuleType]:
     """Yield every module of the package but the kernels and shims that need another package."""
     skipped = ("__main__", "kernels.triton", "compat.shim")
-    for found in pkgutil.walk_packages(torchq.__path__, "torchq."):
-        if not any(part in found.name for part in skipped):
-            yield importlib.import_module(found.name)
+    for actual in pkgutil.walk_packages(torchq.__path__, "torchq."):
+        if not any(part in actual.name for part in skipped):
+            yield importlib.import_module(actual.name)
 
 
 def functions(name: str, value: object) -> Iterator[tuple[str, FunctionType]]:

@@ -72,8 +72,8 @@ def results(setting: str, folder: Path, files: bool) -> dict[str, float]:
     code = SCRIPT.replace("ABOVE", setting).replace(
         "FOLDER", str(folder) if exports else ""
     )
-    found: dict[str, float] = json.loads(run_code(code).splitlines()[-1])
-    return found
+    actual: dict[str, float] = json.loads(run_code(code).splitlines()[-1])
+    return actual
 
 
 @pytest.fixture(scope="module")

@@ -57,11 +57,11 @@ LAYOUTS: dict[str, Any] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_gives_the_same_detections(layout: str) -> None:
-    (found,) = detections_in(LAYOUTS[layout])
-    found = found.above(0.1)
-    torch.testing.assert_close(found.boxes, BOXES)
-    torch.testing.assert_close(found.scores, SCORES)
-    assert found.labels.tolist() == LABELS.tolist()
+    (actual,) = detections_in(LAYOUTS[layout])
+    actual = actual.above(0.1)
+    torch.testing.assert_close(actual.boxes, BOXES)
+    torch.testing.assert_close(actual.scores, SCORES)
+    assert actual.labels.tolist() == LABELS.tolist()
     assert Detections().agreement(LAYOUTS[layout], image()).value == 1
 
 
@@ -76,11 +76,11 @@ def test_which_of_two_nearly_equal_labels_is_the_best_is_no_error(
     scores[1, 0] = second
     swapped = scores.clone()
     swapped[1, :2] = scores[1, :2].flip(0)
-    found = Detections().agreement(
+    actual = Detections().agreement(
         (BOXES[None], swapped[None]), (BOXES[None], scores[None])
     )
-    assert found.count == 4 + agree
-    assert (found.value == 1) is agree
+    assert actual.count == 4 + agree
+    assert (actual.value == 1) is agree
 
 
 def test_a_callable_reads_any_other_layout() -> None:
@@ -103,16 +103,16 @@ def test_figures_are_those_counted_by_hand() -> None:
     quantized = image(
         boxes, torch.tensor([0.8, 0.4, 0.22, 0.5]), torch.tensor([0, 1, 2, 0])
     )
-    found = Detections().agreement(quantized, image())
-    assert found.count == 4
-    assert (found.precision, found.recall) == (
+    actual = Detections().agreement(quantized, image())
+    assert actual.count == 4
+    assert (actual.precision, actual.recall) == (
         pytest.approx(1 / 3),
         pytest.approx(1 / 4),
     )
-    assert found.precision_with_slack == pytest.approx(1 / 3)
-    assert found.recall_with_slack == pytest.approx(2 / 4)
-    assert found.score_change == pytest.approx((-0.1 - 0.06) / 2)
-    assert found.value == pytest.approx(2 / (3 + 2))
+    assert actual.precision_with_slack == pytest.approx(1 / 3)
+    assert actual.recall_with_slack == pytest.approx(2 / 4)
+    assert actual.score_change == pytest.approx((-0.1 - 0.06) / 2)
+    assert actual.value == pytest.approx(2 / (3 + 2))
 
 
 @pytest.mark.parametrize("damage", ["label", "place", "score", "twice"])
@@ -136,11 +136,11 @@ def test_masks_count_by_their_overlap() -> None:
     masks[:, :, :4] = 1
     shifted = torch.zeros(4, 1, 8, 8)
     shifted[:, :, 2:6] = 1
-    found = Detections().agreement(
+    actual = Detections().agreement(
         [{**image()[0], "masks": shifted}], [{**image()[0], "masks": masks}]
     )
-    assert found.mask_overlap == pytest.approx(1 / 3)
-    assert found.value == pytest.approx(3 / (1 + 1 + 3))
+    assert actual.mask_overlap == pytest.approx(1 / 3)
+    assert actual.value == pytest.approx(3 / (1 + 1 + 3))
 
 
 def test_few_detections_are_a_warning_and_none_at_all_an_error() -> None:
@@ -266,7 +266,7 @@ def yolo_of_classes() -> Tensor:
 
 
 def corners_score_label() -> Tensor:
-    found = torch.cat(
+    actual = torch.cat(
         [
             boxes(10),
             torch.full((2, 10, 1), 0.9),
@@ -274,8 +274,8 @@ def corners_score_label() -> Tensor:
         ],
         -1,
     )
-    found[..., 5] = torch.arange(10) % 3
-    return found
+    actual[..., 5] = torch.arange(10) % 3
+    return actual
 
 
 OUTPUTS: dict[str, tuple[Any, int]] = {
@@ -312,10 +312,10 @@ def test_an_output_agrees_with_itself_and_counts_its_objects(layout: str) -> Non
 @pytest.mark.parametrize("column", [0, 3])
 def test_a_model_that_loses_all_objects_is_seen(column: int) -> None:
     """The background counted as objects: precision .986, recall .978."""
-    found = torchq.analysis.Detections().agreement(
+    actual = torchq.analysis.Detections().agreement(
         with_background(column, lost=True), with_background(column)
     )
-    assert (found.recall, found.value) == (0, 0)
+    assert (actual.recall, actual.value) == (0, 0)
 
 
 def test_a_layout_in_which_the_background_is_an_object_is_refused() -> None:

@@ -102,21 +102,21 @@ def test_the_model_and_the_number_of_threads_stay_as_they_are() -> None:
     model.train()
     state = copy.deepcopy(model.state_dict())
     threads = torch.get_num_threads()
-    found = torchq.forecast(model, X, "torch", threads=2, progress=False)
-    assert found.threads == 2
+    actual = torchq.forecast(model, X, "torch", threads=2, progress=False)
+    assert actual.threads == 2
     assert torch.get_num_threads() == threads
     assert model.training
     assert type(model.stem) is nn.Conv2d
     assert all(
         torch.equal(value, state[name]) for name, value in model.state_dict().items()
     )
-    assert [file.form for file in found["torch"].files] == [FLOAT, INT8]
-    share = found["torch"].share
+    assert [file.form for file in actual["torch"].files] == [FLOAT, INT8]
+    share = actual["torch"].share
     assert share is not None
     assert share.quantized == 1.0
-    assert str(found).splitlines()[-1].startswith("fastest: torch, ")
+    assert str(actual).splitlines()[-1].startswith("fastest: torch, ")
     with pytest.raises(KeyError, match="got 'qnn'; expected one of 'torch'"):
-        found["qnn"]
+        actual["qnn"]
 
 
 def test_a_file_of_layers_alone_is_the_other_end() -> None:
@@ -124,34 +124,34 @@ def test_a_file_of_layers_alone_is_the_other_end() -> None:
     pytest.importorskip("onnx_ir")
     # A runtime of a user, which no name finds.
     toy = replace(RUNTIMES["onnxruntime"], name="toy")
-    found = torchq.forecast(Residual(), X, [toy], progress=False)
-    files = {file.form: file for file in found["toy"].files}
+    actual = torchq.forecast(Residual(), X, [toy], progress=False)
+    files = {file.form: file for file in actual["toy"].files}
     assert list(files) == [FLOAT, INT8, LAYERS]
     assert all(
         file.samples is not None and file.bytes > 1000 for file in files.values()
     )
-    assert "of (1, 3, 8, 8) on 1 thread" in str(found)
+    assert "of (1, 3, 8, 8) on 1 thread" in str(actual)
 
 
 def test_files_for_runtimes_elsewhere_are_written_with_their_command(
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("onnx_ir")
-    found = torchq.forecast(Residual(), X, "tensorrt", folder=tmp_path, progress=False)
+    actual = torchq.forecast(Residual(), X, "tensorrt", folder=tmp_path, progress=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "tensorrt-float.onnx",
         "tensorrt.onnx",
     ]
-    assert f"trtexec --onnx={tmp_path / 'tensorrt.onnx'}" in found["tensorrt"].verdict
-    assert found.fastest is None
+    assert f"trtexec --onnx={tmp_path / 'tensorrt.onnx'}" in actual["tensorrt"].verdict
+    assert actual.fastest is None
 
 
 def test_nothing_is_written_without_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    found = torchq.forecast(Residual(), X, "rknn", progress=False)
-    assert found["rknn"].verdict.startswith(
+    actual = torchq.forecast(Residual(), X, "rknn", progress=False)
+    assert actual["rknn"].verdict.startswith(
         "not here; 100.0% of the multiply-adds quantized"
     )
     assert list(tmp_path.iterdir()) == []
@@ -175,5 +175,5 @@ def test_wrong_arguments_are_named() -> None:
 
 
 def test_a_model_without_layers_has_nothing_to_quantize() -> None:
-    found = torchq.forecast(nn.ReLU(), X, "torch", progress=False)
-    assert "nothing to quantize" in found["torch"].verdict
+    actual = torchq.forecast(nn.ReLU(), X, "torch", progress=False)
+    assert "nothing to quantize" in actual["torch"].verdict

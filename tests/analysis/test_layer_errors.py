@@ -42,16 +42,16 @@ def test_local_and_accumulated_error_are_those_of_separate_runs() -> None:
     torchq.restore_(float_model)
     inputs = torch.cat(batches)
     expected = inputs
-    found = inputs
+    actual = inputs
     rows = torchq.layer_errors(model, batches, progress=False).rows
     for row, layer, float_layer in zip(rows, model, float_model, strict=True):
         local = layer(expected)
-        expected, found = float_layer(expected), layer(found)
+        expected, actual = float_layer(expected), layer(actual)
         # The sums are taken in float32 over 1024 elements.
         assert row.local_sqnr == pytest.approx(decibels(local, expected), abs=1e-3)
-        assert row.sqnr == pytest.approx(decibels(found, expected), abs=1e-3)
+        assert row.sqnr == pytest.approx(decibels(actual, expected), abs=1e-3)
         cosine = torch.cosine_similarity(
-            found.flatten().double(), expected.flatten().double(), dim=0
+            actual.flatten().double(), expected.flatten().double(), dim=0
         )
         assert row.cosine == pytest.approx(float(cosine), abs=1e-6)
 

@@ -66,13 +66,13 @@ def test_the_solution_is_the_best_of_all(seed: int) -> None:
     allowed = {
         choice: damage for choice, damage in allowed.items() if damage < math.inf
     }
-    found = problem.solve(budget)
+    actual = problem.solve(budget)
     if not allowed:
-        assert found is None
+        assert actual is None
         return
-    assert found is not None
-    assert tuple(found) == min(allowed, key=allowed.__getitem__)
-    assert problem.figures(found)[0] == pytest.approx(min(allowed.values()))
+    assert actual is not None
+    assert tuple(actual) == min(allowed, key=allowed.__getitem__)
+    assert problem.figures(actual)[0] == pytest.approx(min(allowed.values()))
 
 
 def test_the_config_is_within_its_budget_and_quantizes_as_it_says() -> None:
@@ -219,11 +219,11 @@ def of_projections(**options: Any) -> dict[str, torchq.analysis.LayerChoice]:
 
 @pytest.mark.parametrize("forward", [None, lambda model, batch: model(batch)])
 def test_layers_that_read_one_tensor_have_one_format(forward: Any) -> None:
-    found = of_projections(forward=forward)
-    projections = [found[name] for name in ("query", "key", "value")]
+    actual = of_projections(forward=forward)
+    projections = [actual[name] for name in ("query", "key", "value")]
     assert len({choice.format for choice in projections}) == 1
     assert len({choice.group for choice in projections}) == 1
-    assert len({choice.group for choice in found.values()}) == 3
+    assert len({choice.group for choice in actual.values()}) == 3
 
 
 @pytest.mark.parametrize("metric", ["sqnr", "fisher"])

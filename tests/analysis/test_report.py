@@ -68,15 +68,15 @@ def usual() -> Report:
 
 
 def test_the_verdict_names_the_culprit_and_the_call() -> None:
-    found = usual().data["verdict"]
-    assert found["grade"] == "poor"
-    assert found["sentence"].startswith(
+    actual = usual().data["verdict"]
+    assert actual["grade"] == "poor"
+    assert actual["sentence"].startswith(
         "Quantization damages this model: accuracy 1 becomes 0."
     )
-    assert found["blame"].startswith(
+    assert actual["blame"].startswith(
         "Most of the damage at the output comes from middle ("
     )
-    exclusion = found["advice"][-2]
+    exclusion = actual["advice"][-2]
     assert "select_quantizers(model, ['middle'])" in exclusion["code"]
     rows = usual().data["layers"]
     assert sum(row["damage"] for row in rows) == pytest.approx(1, rel=1e-3)
@@ -121,14 +121,14 @@ def test_the_head_says_the_target_with_time_and_size_beside_float() -> None:
 
 def test_a_good_model_needs_nothing() -> None:
     model, batches = planted(16)
-    found = torchq.report(model, batches, progress=False, plan=False).data["verdict"]
-    assert found["grade"] == "good"
-    assert found["advice"][0] == {
+    actual = torchq.report(model, batches, progress=False, plan=False).data["verdict"]
+    assert actual["grade"] == "good"
+    assert actual["advice"][0] == {
         "text": "Nothing needs to be done: export or deploy it.",
         "code": "",
     }
     assert all(
-        "To come closer still" in advice["text"] for advice in found["advice"][1:]
+        "To come closer still" in advice["text"] for advice in actual["advice"][1:]
     )
 
 
@@ -163,10 +163,10 @@ def test_the_fewest_layers_that_do_half_of_the_damage_are_blamed(
 
 def test_few_predictions_are_not_trusted() -> None:
     model, batches = planted()
-    found = torchq.report(model, [batches[0][0][:8]], progress=False, plan=False).data
-    assert found["outputs"]["predictions"] == 8
-    assert found["verdict"]["grade"] != "good"
-    sentence = found["verdict"]["sentence"]
+    actual = torchq.report(model, [batches[0][0][:8]], progress=False, plan=False).data
+    assert actual["outputs"]["predictions"] == 8
+    assert actual["verdict"]["grade"] != "good"
+    sentence = actual["verdict"]["sentence"]
     assert "signal to noise is " in sentence
     assert sentence.endswith(
         "of 8 predictions are those of the float model, too few to be sure."
@@ -176,12 +176,12 @@ def test_few_predictions_are_not_trusted() -> None:
 def test_errors_of_the_doctor_come_first() -> None:
     model, batches = planted(16)
     model.first.weight_quantizer.amax[0] = 99.0
-    found = torchq.report(model, batches, progress=False, plan=False).data
-    assert found["verdict"]["grade"] == "poor"
-    assert found["verdict"]["advice"][0]["text"].startswith(
+    actual = torchq.report(model, batches, progress=False, plan=False).data
+    assert actual["verdict"]["grade"] == "poor"
+    assert actual["verdict"]["advice"][0]["text"].startswith(
         "Mend first.weight_quantizer: "
     )
-    assert found["findings"][0]["kind"] == "wrong_order"
+    assert actual["findings"][0]["kind"] == "wrong_order"
 
 
 def test_the_figures_are_those_of_the_other_functions() -> None:
@@ -234,9 +234,9 @@ def test_forms(tmp_path: Path) -> None:
     for name in ("a.html", "a.json", "a.txt", "a.md"):
         report.save(tmp_path / name)
     assert json.loads((tmp_path / "a.json").read_text()) == report.data
-    text = (tmp_path / "a.txt").read_text()
-    assert "1     middle" in text
-    assert "select_quantizers(model, ['middle'])" in text
+    message = (tmp_path / "a.txt").read_text()
+    assert "1     middle" in message
+    assert "select_quantizers(model, ['middle'])" in message
     page = (tmp_path / "a.html").read_text()
     assert page.count("<html") == 1
     with pytest.raises(ConfigError, match=r"got suffix '\.pdf'; expected \.html"):
@@ -282,14 +282,14 @@ def many_layers(count: int) -> Report:
 
 def test_a_comparison_holds_both() -> None:
     (a, batches), (b, _) = planted(3), planted(6)
-    found = torchq.analysis.compare(
+    actual = torchq.analysis.compare(
         a, b, batches, metric=accuracy, labels=("W3", "W6"), progress=False
     )
-    assert [data["label"] for data in found.reports] == ["W3", "W6"]
-    scores = [data["outputs"]["score"] for data in found.reports]
+    assert [data["label"] for data in actual.reports] == ["W3", "W6"]
+    scores = [data["outputs"]["score"] for data in actual.reports]
     assert scores[0] < scores[1]
-    assert "W3: Quantization damages" in str(found)
-    assert found.to_html().count("<article") == 2
+    assert "W3: Quantization damages" in str(actual)
+    assert actual.to_html().count("<article") == 2
 
 
 def test_models_without_classes_are_reported() -> None:

@@ -90,12 +90,12 @@ def test_the_estimate_looks_at_the_scores_beside_larger_tensors() -> None:
     assert all(row.value > 0 for row in report.rows)
     model = quantized(batches)
     with torch.no_grad():
-        found = torch.cat([model(**batch).logits for batch in batches]).log_softmax(-1)
+        actual = torch.cat([model(**batch).logits for batch in batches]).log_softmax(-1)
         with torchq.disabled(model):
-            wanted = torch.cat(
+            expected = torch.cat(
                 [model(**batch).logits for batch in batches]
             ).log_softmax(-1)
-    divergence = float((wanted.exp() * (wanted - found)).sum(-1).mean())
+    divergence = float((expected.exp() * (expected - actual)).sum(-1).mean())
     assert report.baseline == pytest.approx(divergence, rel=0.5)
 
 
@@ -107,11 +107,11 @@ def test_labels_in_a_batch_change_no_figure() -> None:
         assert str(measure(model, plain, progress=False)) == str(
             measure(model, labelled, progress=False)
         )
-    found = [
+    actual = [
         torchq.report(model, b, plan=False, progress=False) for b in (plain, labelled)
     ]
-    assert found[0].data["outputs"] == found[1].data["outputs"]
-    assert found[1].data["outputs"]["predictions"] == 48
+    assert actual[0].data["outputs"] == actual[1].data["outputs"]
+    assert actual[1].data["outputs"]["predictions"] == 48
 
 
 def images() -> Tensor:
@@ -139,22 +139,24 @@ VALUES = pytest.mark.parametrize("value", [math.nan, math.inf])
 @VALUES
 def test_layer_errors_name_the_first_layer(place: str, value: float) -> None:
     model, x, first = broken(place, value)
-    found = torchq.layer_errors(model, [x], progress=False)
-    assert f"NaN or infinity comes first from {first}: look at its weight" in str(found)
-    assert found.first_not_finite is not None
-    assert found.first_not_finite.name == first
-    row = next(row for row in found.rows if row.name == first)
+    actual = torchq.layer_errors(model, [x], progress=False)
+    assert f"NaN or infinity comes first from {first}: look at its weight" in str(
+        actual
+    )
+    assert actual.first_not_finite is not None
+    assert actual.first_not_finite.name == first
+    row = next(row for row in actual.rows if row.name == first)
     assert math.isnan(row.cosine)
-    assert math.isnan(found.worst[0].local_sqnr)
-    assert math.isnan(found.output_sqnr)
+    assert math.isnan(actual.worst[0].local_sqnr)
+    assert math.isnan(actual.output_sqnr)
 
 
 @PLACES
 def test_the_report_does_not_call_nan_equal_predictions(place: str) -> None:
     model, x, first = broken(place, math.nan)
-    found = torchq.report(model, [x], plan=False, progress=False)
-    verdict = found.data["verdict"]
-    outputs = found.data["outputs"]
+    actual = torchq.report(model, [x], plan=False, progress=False)
+    verdict = actual.data["verdict"]
+    outputs = actual.data["outputs"]
     assert outputs["agreement"] == (0.0 if place != "input" else 0.75)
     assert verdict["grade"] == "poor"
     assert not verdict["blame"]
@@ -169,11 +171,11 @@ def test_the_report_does_not_call_nan_equal_predictions(place: str) -> None:
 @pytest.mark.parametrize("metric", ["sqnr", "fisher"])
 def test_a_ranking_without_values_recommends_nothing(metric: str, value: float) -> None:
     model, x, _ = broken("bias", value)
-    text = str(torchq.sensitivity(model, [x], metric, progress=False))
-    assert "exclude" not in text
+    message = str(torchq.sensitivity(model, [x], metric, progress=False))
+    assert "exclude" not in message
     assert (
         "torchq.layer_errors names the layer that NaN or infinity comes from"
-        in " ".join(text.split())
+        in " ".join(message.split())
     )
 
 

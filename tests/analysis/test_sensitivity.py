@@ -127,11 +127,11 @@ def divergence(model: nn.Module, batches: list[Tensor], name: str) -> float:
     ]
     with torch.no_grad():
         with torchq.disabled(model):
-            wanted = model(torch.cat(batches)).double().log_softmax(1)
+            expected = model(torch.cat(batches)).double().log_softmax(1)
         with torchq.disabled(model, [f"{other}.*_quantizer" for other in others]):
-            found = model(torch.cat(batches)).double().log_softmax(1)
+            actual = model(torch.cat(batches)).double().log_softmax(1)
     return float(
-        nn.functional.kl_div(found, wanted, log_target=True, reduction="batchmean")
+        nn.functional.kl_div(actual, expected, log_target=True, reduction="batchmean")
     )
 
 

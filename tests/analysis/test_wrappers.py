@@ -68,7 +68,7 @@ def test_compiled_parts_run_as_they_are_written(measure: str) -> None:
 def test_a_forward_that_calls_the_compiled_model_is_measured_uncompiled() -> None:
     model = quantized()
     compiled = WRAPPERS["compile"](model)
-    found = torchq.layer_errors(
+    actual = torchq.layer_errors(
         model, [BATCH], forward=lambda _, batch: compiled(batch), progress=False
     )
-    assert str(found) == str(torchq.layer_errors(model, [BATCH], progress=False))
+    assert str(actual) == str(torchq.layer_errors(model, [BATCH], progress=False))

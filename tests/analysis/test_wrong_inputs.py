@@ -52,8 +52,8 @@ WRONG: dict[str, tuple[Any, dict[str, int], type[Exception], str]] = {
 @measures
 @pytest.mark.parametrize("kind", WRONG)
 def test_batches_that_cannot_be_right(measure: Callable[..., Any], kind: str) -> None:
-    batches, options, error, text = WRONG[kind]
-    with pytest.raises(error, match=text):
+    batches, options, error, message = WRONG[kind]
+    with pytest.raises(error, match=message):
         measure(quantized(), batches, progress=False, **options)
 
 

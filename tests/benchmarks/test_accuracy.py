@@ -57,15 +57,15 @@ def test_cells_are_means_over_draws() -> None:
 def test_a_perfect_detector_finds_the_objects_of_a_scene() -> None:
     """What cells should return is read back as the boxes and kinds that were drawn."""
     generator = torch.Generator().manual_seed(0)
-    found = 0
+    actual = 0
     for _ in range(20):
         image, boxes, kinds = scenes.scene(generator)
         assert image.shape == (3, scenes.SIDE, scenes.SIDE)
         if len(boxes) == 1:
-            found += 1
+            actual += 1
             output = torch.cat(scenes._targets(boxes, kinds))[None]
             (detected,) = detections_in(output)
             best = detected.above(0.5)
             torch.testing.assert_close(best.boxes, boxes, rtol=0, atol=1e-4)
             assert best.labels.tolist() == kinds.tolist()
-    assert found
+    assert actual

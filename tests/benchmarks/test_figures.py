@@ -11,15 +11,17 @@ from benchmarks import figures
 
 @pytest.mark.parametrize("page", figures.PAGES, ids=lambda page: page.name)
 def test_pages_show_the_newest_results(page: Path) -> None:
-    text = page.read_text("utf-8")
-    assert figures.filled(text, figures.read_results()) == text, "run make figures"
+    message = page.read_text("utf-8")
+    assert figures.filled(message, figures.read_results()) == message, (
+        "run make figures"
+    )
 
 
 def test_every_table_is_on_a_page() -> None:
     shown = [
-        found[2]
+        actual[2]
         for page in figures.PAGES
-        for found in figures.TABLE.finditer(page.read_text())
+        for actual in figures.TABLE.finditer(page.read_text())
     ]
     assert sorted(shown) == sorted(figures.TABLES)
 

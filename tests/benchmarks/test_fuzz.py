@@ -25,7 +25,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("reader", fuzz.READERS)
 def test_only_named_errors_come_out(reader: str, corpus: Path) -> None:
     results = [fuzz.attempt(reader, number, corpus) for number in range(FEW)]
-    assert [text for text in results if text.startswith("FAIL")] == []
+    assert [message for message in results if message.startswith("FAIL")] == []
     assert results.count("read") < FEW
 
 

@@ -133,16 +133,16 @@ def test_wrong_arguments(arguments: dict[str, object], message: str) -> None:
 
 
 def test_environment_names_hardware_and_versions_only() -> None:
-    found = harness.environment(["tqdm", "a-package-that-is-not-there"])
+    actual = harness.environment(["tqdm", "a-package-that-is-not-there"])
     assert (
-        found["versions"]["torch"] == torch.__version__.partition("+")[0]
-        or torch.__version__ in found["versions"]["torch"]
+        actual["versions"]["torch"] == torch.__version__.partition("+")[0]
+        or torch.__version__ in actual["versions"]["torch"]
     )
-    assert "tqdm" in found["versions"]
-    assert "a-package-that-is-not-there" not in found["versions"]
-    assert found["threads"] == torch.get_num_threads()
+    assert "tqdm" in actual["versions"]
+    assert "a-package-that-is-not-there" not in actual["versions"]
+    assert actual["threads"] == torch.get_num_threads()
     assert not any(
-        part in json.dumps(found) for part in (str(Path.home()) + "/", str(Path.cwd()))
+        part in json.dumps(actual) for part in (str(Path.home()) + "/", str(Path.cwd()))
     )
 
 

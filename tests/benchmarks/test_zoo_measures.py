@@ -52,8 +52,8 @@ def test_float_products_are_counted(
     model: nn.Module, shape: tuple[int, ...], products: int
 ) -> None:
     x = torch.randn(shape)
-    found = count(model, lambda: model(x))
-    assert (found.total, len(found.floating)) == (products, products)
+    actual = count(model, lambda: model(x))
+    assert (actual.total, len(actual.floating)) == (products, products)
 
 
 def test_quantized_products_are_told_apart() -> None:
@@ -63,9 +63,9 @@ def test_quantized_products_are_told_apart() -> None:
     x = torch.randn(2, 3, 8, 8)
     torchq.quantize_(model, exclude=["3"])
     torchq.calibrate(model, [x], progress=False)
-    found = count(model, lambda: model(x))
-    assert found.total == 2
-    assert len(found.floating) == 1
+    actual = count(model, lambda: model(x))
+    assert actual.total == 2
+    assert len(actual.floating) == 1
 
 
 def test_grids() -> None:

@@ -89,8 +89,8 @@ def with_data(calibrator: Calibrator, *tensors: Tensor) -> Calibrator:
 def run(folder: Path) -> None:
     rank = dist.get_rank()
     world = dist.get_world_size()
-    found: dict[str, Any] = {**traffic_by_size(rank), **refusals(rank)}
-    torch.save(found, folder / f"rank{rank}.pt")
+    actual: dict[str, Any] = {**traffic_by_size(rank), **refusals(rank)}
+    torch.save(actual, folder / f"rank{rank}.pt")
 
     ended = folder / "ended"
     if rank == world - 1:
@@ -98,15 +98,15 @@ def run(folder: Path) -> None:
             time.sleep(0.05)
         return
     start = time.monotonic()
-    found["absent"] = failure(with_data(Calibrator(), torch.ones(2)), timeout=1.0)
-    found["waited"] = time.monotonic() - start
-    torch.save(found, folder / f"rank{rank}.pt")
+    actual["absent"] = failure(with_data(Calibrator(), torch.ones(2)), timeout=1.0)
+    actual["waited"] = time.monotonic() - start
+    torch.save(actual, folder / f"rank{rank}.pt")
     ended.touch()
 
 
 def traffic_by_size(rank: int) -> dict[str, Any]:
     """Return every calibrator's amax for little and for much data, and the traffic of both."""
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     traffic: list[tuple[int, torch.dtype]] = []
     all_reduce = dist.all_reduce
 
@@ -120,12 +120,12 @@ def traffic_by_size(rank: int) -> dict[str, Any]:
         feed(calibrators, rank, repeats)
         traffic.clear()
         sync(calibrators)
-        found[name] = amaxes(calibrators)
-        found[f"{name} traffic"] = list(traffic)
-        found[f"{name} batches"] = [c.batches for c in calibrators]
-        found[f"{name} negative"] = [c.negative_batches for c in calibrators]
+        actual[name] = amaxes(calibrators)
+        actual[f"{name} traffic"] = list(traffic)
+        actual[f"{name} batches"] = [c.batches for c in calibrators]
+        actual[f"{name} negative"] = [c.negative_batches for c in calibrators]
     dist.all_reduce = all_reduce
-    return found
+    return actual
 
 
 def refusals(rank: int) -> dict[str, Any]:

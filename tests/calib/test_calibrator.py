@@ -61,8 +61,8 @@ def test_max_calibrator_has_one_method() -> None:
     calibrator = Calibrator()
     calibrator.collect(torch.ones(3))
     assert calibrator.range("max").high.item() == 1.0
-    text = r"got method='entropy' with options \{\}; expected method='max' without options\."
-    with pytest.raises(ConfigError, match=text):
+    message = r"got method='entropy' with options \{\}; expected method='max' without options\."
+    with pytest.raises(ConfigError, match=message):
         calibrator.range("entropy")
 
 
@@ -98,14 +98,16 @@ def test_options_given_when_made_are_defaults(generator: torch.Generator) -> Non
 def test_registry_lists_refuses_and_takes() -> None:
     assert methods()[:3] == ("max", "moving_average", "histogram")
     assert set(methods()) == {*OBSERVERS, *ESTIMATORS}
-    text = "unknown calibration method 'kl'; expected one of: max, moving_average, histogram, "
-    with pytest.raises(ConfigError, match=text):
+    message = "unknown calibration method 'kl'; expected one of: max, moving_average, histogram, "
+    with pytest.raises(ConfigError, match=message):
         Calibrator("kl", format=INT8, granularity=PerTensor())
-    text = r"calibration method 'max': got options \['percentile'\]"
-    with pytest.raises(ConfigError, match=text):
+    message = r"calibration method 'max': got options \['percentile'\]"
+    with pytest.raises(ConfigError, match=message):
         Calibrator("max", format=INT8, granularity=PerTensor(), percentile=99.0)
-    text = r"calibration method 'entropy': got options \['percentile'\]; expected none"
-    with pytest.raises(ConfigError, match=text):
+    message = (
+        r"calibration method 'entropy': got options \['percentile'\]; expected none"
+    )
+    with pytest.raises(ConfigError, match=message):
         Calibrator("entropy", format=INT8, granularity=PerTensor(), percentile=99.0)
     with pytest.raises(ConfigError, match="registered already"):
         OBSERVERS.add("max", Observer)

@@ -91,8 +91,8 @@ def test_axes_are_those_of_the_amax_shape(
 def test_another_number_of_channels_is_an_error(method: str) -> None:
     calibrator = Calibrator(method, format=INT8, granularity=PerAxis((1,)))
     calibrator.collect(torch.ones(2, 3))
-    text = r"got a tensor whose amax has shape \(1, 4\); expected \(1, 3\) as before"
-    with pytest.raises(CalibrationError, match=text):
+    message = r"got a tensor whose amax has shape \(1, 4\); expected \(1, 3\) as before"
+    with pytest.raises(CalibrationError, match=message):
         calibrator.collect(torch.ones(2, 4))
 
 

@@ -133,8 +133,8 @@ def test_percentile_is_within_a_bin_of_sorting(
     calibrator.collect(x)
     rank = math.ceil(percent / 100 * x.numel())
     exact = x.sort().values[rank - 1].item()
-    found = calibrator.range("percentile", percentile=percent).high.item()
-    assert abs(found - exact) <= calibrator.histogram().width.item()
+    actual = calibrator.range("percentile", percentile=percent).high.item()
+    assert abs(actual - exact) <= calibrator.histogram().width.item()
 
 
 def test_percentile_interpolates_within_the_bin() -> None:

@@ -162,8 +162,10 @@ def test_memory_is_bounded() -> None:
     )
     assert observer.counts.shape == (5000, 512)
     assert observer.counts.numel() <= MAX_COUNTS
-    text = r"got 40000 groups; expected at most 32768 with 128 bins\. Use method='max'"
-    with pytest.raises(ConfigError, match=text):
+    message = (
+        r"got 40000 groups; expected at most 32768 with 128 bins\. Use method='max'"
+    )
+    with pytest.raises(ConfigError, match=message):
         observed(
             torch.ones(1, 40000),
             granularity=PerAxis((1,)),
@@ -180,10 +182,10 @@ def test_edges_are_multiples_of_the_width() -> None:
 
 @pytest.mark.parametrize("num_bins", [15, 65537, 2**40, 64.0, True, "2048", None])
 def test_blocks_and_other_numbers_of_bins_are_errors(num_bins: Any) -> None:
-    text = (
+    message = (
         r"got PerBlock\(size=32, axis=-1\); expected one amax per tensor .* also 'mse'"
     )
-    with pytest.raises(ConfigError, match=text):
+    with pytest.raises(ConfigError, match=message):
         HistogramObserver(PerBlock(32))
     with pytest.raises(
         ConfigError, match=r"num_bins: got .*; expected an integer, at least 16"

@@ -29,10 +29,10 @@ def test_calibration_names_the_quantizer(method: str) -> None:
         torch.rand(3, 4) - 0.5,
         torch.rand(3, 4),
     ]
-    text = (
+    message = (
         r"0\.input_quantizer: got negative values in 1 of 3 batches; uint8 makes them 0"
     )
-    with pytest.warns(UserWarning, match=text) as caught:
+    with pytest.warns(UserWarning, match=message) as caught:
         torchq.calibrate(model(True), batches, method=method, progress=False)
     assert len(caught) == 1
 

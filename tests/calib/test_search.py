@@ -37,9 +37,9 @@ def test_no_candidate_is_better_by_the_scalar_oracle(
     bits: int, generator: torch.Generator
 ) -> None:
     x = torch.randn(3, 40, generator=generator, dtype=torch.float64)
-    found = search_range(x, integer_format(bits), PerAxis((0,)), candidates=21).high
-    assert (found < PerAxis((0,)).amax(x)).any()
-    for row, amax in zip(x.tolist(), found.flatten().tolist(), strict=True):
+    actual = search_range(x, integer_format(bits), PerAxis((0,)), candidates=21).high
+    assert (actual < PerAxis((0,)).amax(x)).any()
+    for row, amax in zip(x.tolist(), actual.flatten().tolist(), strict=True):
         least = min(
             squared_error(row, max(map(abs, row)) * (1 - 0.8 * i / 20), bits)
             for i in range(21)
@@ -128,8 +128,8 @@ def test_a_scale_shared_by_all_blocks_is_never_cut_into_pieces(
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_non_finite_values_are_an_error(value: float) -> None:
-    text = "search_range: got NaN or infinite values; expected a finite tensor"
-    with pytest.raises(CalibrationError, match=text):
+    message = "search_range: got NaN or infinite values; expected a finite tensor"
+    with pytest.raises(CalibrationError, match=message):
         search_range(torch.tensor([1.0, value]), INT8)
 
 
@@ -154,7 +154,7 @@ def test_a_power_of_two_has_the_least_error_of_all(
     quantizer.observe(x)
     quantizer.finish_calibration()
     assert quantizer.scale.log2().frac() == 0
-    found = (quantizer(x) - x).square().sum()
+    actual = (quantizer(x) - x).square().sum()
     least = torch.tensor(torch.inf)
     for exponent in range(-8, 4):
         amax = torch.tensor(2.0**exponent * d.format.qmax)
@@ -163,7 +163,7 @@ def test_a_power_of_two_has_the_least_error_of_all(
         y = fake_quantize(x, high, d.format, d.granularity, scale_format, amin=low)
         least = torch.minimum(least, (y - x).square().sum())
     # A histogram knows values to within half a bin, and both ends of an asymmetric range move.
-    assert found <= 1.02 * least
+    assert actual <= 1.02 * least
 
 
 def test_odd_tensors(low_dtype: torch.dtype, generator: torch.Generator) -> None:

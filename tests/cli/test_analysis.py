@@ -84,9 +84,11 @@ def test_quantize_compares_by_itself(printed: Printed, folder: Path) -> None:
     write_photos(folder / "photos")
     source = ["--model", "user_net:build", "--data", "photos", "--image-size", "16"]
     source += ["--batch-size", "4", "--num-batches", "2"]
-    text = printed("quantize", *source, "--labels")
+    message = printed("quantize", *source, "--labels")
     line = next(
-        line for line in text.splitlines() if line.startswith("beside the float model")
+        line
+        for line in message.splitlines()
+        if line.startswith("beside the float model")
     )
     assert "on data that it was not calibrated with: accuracy " in line
     assert "% of 4, signal to noise" in line
@@ -174,5 +176,5 @@ def test_a_forecast_needs_a_model_alone(printed: Callable[..., str]) -> None:
 def test_a_forecast_names_a_shape_that_the_model_refuses(
     refused: Callable[..., str],
 ) -> None:
-    text = refused("forecast", "--model", "user_net:build", "--shape", "2,4,16,16")
-    assert "--shape 2,4,16,16: RuntimeError" in text
+    message = refused("forecast", "--model", "user_net:build", "--shape", "2,4,16,16")
+    assert "--shape 2,4,16,16: RuntimeError" in message

@@ -89,9 +89,9 @@ def test_a_folder_is_read_in_the_shape_that_the_file_fixes(
     expected = torch.from_numpy(session(name).run(None, x)[0])
     quantized = session("q.onnx")
     renamed = {quantized.get_inputs()[0].name: x["x0"]}
-    found = torch.from_numpy(quantized.run(None, renamed)[0])
-    assert found.shape == expected.shape
-    assert (found - expected).norm() < 0.1 * expected.norm()  # 8 bits
+    actual = torch.from_numpy(quantized.run(None, renamed)[0])
+    assert actual.shape == expected.shape
+    assert (actual - expected).norm() < 0.1 * expected.norm()  # 8 bits
 
 
 @pytest.mark.parametrize("command", ["doctor", "report", "plan"])

@@ -13,10 +13,10 @@ DEFAULTS = ("default_quant_desc_input", "default_quant_desc_weight")
 
 
 def mixin_classes() -> list[type]:
-    found: list[type] = [QuantMixin, QuantInputMixin]
-    for cls in found:
-        found += [sub for sub in cls.__subclasses__() if sub not in found]
-    return found
+    actual: list[type] = [QuantMixin, QuantInputMixin]
+    for cls in actual:
+        actual += [sub for sub in cls.__subclasses__() if sub not in actual]
+    return actual
 
 
 @pytest.fixture(autouse=True)

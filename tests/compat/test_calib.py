@@ -36,8 +36,8 @@ def test_max_per_axis() -> None:
     y = draw(5, 3, 2, seed=1)
     calibrator.collect(x)
     calibrator.collect(y)
-    wanted = torch.maximum(x.abs(), y.abs()).amax((1, 2), keepdim=True)
-    assert calibrator.compute_amax().equal(wanted)
+    expected = torch.maximum(x.abs(), y.abs()).amax((1, 2), keepdim=True)
+    assert calibrator.compute_amax().equal(expected)
     with pytest.raises(RuntimeError, match="shape changed"):
         calibrator.collect(draw(6, 3, 2))
 
@@ -102,10 +102,10 @@ def test_histogram_of_growing_batches(torch_hist: bool) -> None:
         calibrator.collect(batch)
     counts, edges = numpy_histogram([batch.numpy() for batch in batches], 19)
     assert calibrator._calib_hist.tolist() == counts.tolist()
-    found = calibrator._calib_bin_edges.numpy()
+    actual = calibrator._calib_bin_edges.numpy()
     # Fp32 products of the bin width.
-    np.testing.assert_allclose(found, edges, rtol=1e-6)
-    assert calibrator._calib_hist.numel() == len(found) - 1 == calibrator._num_bins
+    np.testing.assert_allclose(actual, edges, rtol=1e-6)
+    assert calibrator._calib_hist.numel() == len(actual) - 1 == calibrator._num_bins
 
 
 def divergences(counts: np.ndarray, levels: int, stops: range) -> list[float]:
@@ -152,8 +152,8 @@ def test_entropy_is_the_definition(
     best = max(
         stop for stop, score in zip(stops, scores, strict=True) if score <= least
     )
-    found = calibrator.compute_amax("entropy", stride=stride, start_bin=start)
-    assert found == calibrator._calib_bin_edges[best]
+    actual = calibrator.compute_amax("entropy", stride=stride, start_bin=start)
+    assert actual == calibrator._calib_bin_edges[best]
     assert calibrator._calib_hist.equal(counts)  # looking changes nothing
 
 
@@ -346,13 +346,13 @@ def test_calibrate_weights(method: str, perchannel: bool) -> None:
         amax = module.weight_quantizer.amax
         axis = 1 if module.weight.shape == (4, 6, 2, 2) else 0
         parts = list(weight.unbind(axis)) if perchannel else [weight]
-        for part, found in zip(parts, amax.flatten(), strict=True):
+        for part, actual in zip(parts, amax.flatten(), strict=True):
             if method == "max":
-                assert found == part.abs().max()
+                assert actual == part.abs().max()
                 continue
             calibrator = calib.HistogramCalibrator(8, None, False)
             calibrator.collect(part)
-            assert found == calibrator.compute_amax(method, percentile=99.0)
+            assert actual == calibrator.compute_amax(method, percentile=99.0)
         if perchannel and len(parts) > 1:
             shape = [size if d == axis else 1 for d, size in enumerate(weight.shape)]
             assert list(amax.shape) == shape

@@ -26,8 +26,8 @@ def test_calibrate() -> None:
     model[1].input_quantizer.disable()
     torchq.calibrate(model, [batch()], progress=False)
     assert model[0].input_quantizer.amax == batch().abs().max()
-    wanted = model[0].weight.detach().abs().amax((1, 2, 3), keepdim=True)
-    assert model[0].weight_quantizer.amax.equal(wanted)
+    expected = model[0].weight.detach().abs().amax((1, 2, 3), keepdim=True)
+    assert model[0].weight_quantizer.amax.equal(expected)
     assert model[1].input_quantizer.amax is None
     assert model[1].input_quantizer._disabled
     quantizer = model[0].input_quantizer
@@ -64,18 +64,18 @@ def test_modes_map_to_the_flags_and_back(
 def test_summary_and_descriptor() -> None:
     model = legacy_model()
     torchq.calibrate(model, [batch()], progress=False)
-    text = str(torchq.summary(model))
-    assert "0._input_quantizer" in text
-    assert "3._weight_quantizer" in text
-    assert "int8" in text
+    message = str(torchq.summary(model))
+    assert "0._input_quantizer" in message
+    assert "3._weight_quantizer" in message
+    assert "int8" in message
     options: Any = {
         "axis": 0,
         "unsigned": True,
         "scale_amax": 0.5,
         "narrow_range": True,
     }
-    found = quant_nn.TensorQuantizer(QuantDescriptor(4, **options)).descriptor
-    assert found == torchq.QuantDescriptor(4, **options)
+    actual = quant_nn.TensorQuantizer(QuantDescriptor(4, **options)).descriptor
+    assert actual == torchq.QuantDescriptor(4, **options)
     float8 = quant_nn.TensorQuantizer(QuantDescriptor((4, 3), unsigned=True))
     assert float8.descriptor.format.name == "e4m3"
 

@@ -102,9 +102,9 @@ def test_int8(tmp_path: Path, dynamo: bool, inside: bool) -> None:
     path = tmp_path / "model.onnx"
     quant_nn.TensorQuantizer.use_fb_fake_quant = not inside
     with enable_onnx_export() if inside else nullcontext():
-        found = export(model, example(), path, dynamo=dynamo)
-    assert count(found, "QuantizeLinear") == count(found, "DequantizeLinear") == 4
-    assert count(found, "Round", "Clip", "Div") == 0
+        actual = export(model, example(), path, dynamo=dynamo)
+    assert count(actual, "QuantizeLinear") == count(actual, "DequantizeLinear") == 4
+    assert count(actual, "Round", "Clip", "Div") == 0
     # Codes are equal up to ties (x * legacy scale against x / scale). One code is 1/127 of a range
     # of about 3, times a weight of 0.4.
     close(path, model, example())
@@ -137,8 +137,8 @@ def test_other_formats(tmp_path: Path, dynamo: bool, options: dict[str, Any]) ->
     model = calibrated(**options)
     x = example(options.get("dtype", torch.float32))
     opset = 21 if dynamo and "num_bits" in options else 19
-    found = export(model, x, tmp_path / "model.onnx", dynamo=dynamo, opset=opset)
-    assert count(found, "QuantizeLinear") == 4
+    actual = export(model, x, tmp_path / "model.onnx", dynamo=dynamo, opset=opset)
+    assert count(actual, "QuantizeLinear") == 4
     # Onnxruntime multiplies no such matrices on the CPU.
     if x.dtype is not torch.bfloat16:
         atol = 1e-5 if x.dtype is torch.float32 else 1e-2
@@ -149,8 +149,8 @@ def test_other_formats(tmp_path: Path, dynamo: bool, options: dict[str, Any]) ->
 def test_learned_ranges(tmp_path: Path, dynamo: bool) -> None:
     learned = QuantDescriptor(learn_amax=True, amax=1.5)
     model = nn.Sequential(quant_nn.TensorQuantizer(learned)).eval()
-    found = export(model, example(), tmp_path / "model.onnx", dynamo=dynamo)
-    assert count(found, "QuantizeLinear") == 1
+    actual = export(model, example(), tmp_path / "model.onnx", dynamo=dynamo)
+    assert count(actual, "QuantizeLinear") == 1
     close(tmp_path / "model.onnx", model, example(), 1e-6)
 
 
@@ -180,11 +180,11 @@ def test_fp8(
     """Before opset 19 there is no standard operator, so TensorRT's own are written."""
     model = calibrated((4, 3), per_channel=False, dtype=dtype)
     with enable_onnx_export():
-        found = export(
+        actual = export(
             model, example(dtype), tmp_path / "model.onnx", dynamo=dynamo, opset=opset
         )
-    assert [count(found, name) for name in operators] == [4, 4]
-    assert {node.domain for node in found.graph.node if node.op_type in operators} == (
+    assert [count(actual, name) for name in operators] == [4, 4]
+    assert {node.domain for node in actual.graph.node if node.op_type in operators} == (
         {"trt"} if opset == 17 else {""}
     )
     if opset == 19:
@@ -233,13 +233,13 @@ def convolutions_by_input(file: Any) -> dict[str, list[str]]:
             node = producers[node.input[0]]
         return node
 
-    found: dict[str, list[str]] = {}
+    actual: dict[str, list[str]] = {}
     for node in file.graph.node:
         if node.op_type == "Conv":
             weight = quantize_before(node.input[1]).input[0]
             source = quantize_before(node.input[0]).input[0]
-            found.setdefault(source, []).append(weight.removesuffix(".weight"))
-    return found
+            actual.setdefault(source, []).append(weight.removesuffix(".weight"))
+    return actual
 
 
 @pytest.mark.sample(1)

@@ -94,9 +94,9 @@ def test_libraries_find_a_distribution_while_it_is_installed() -> None:
     torchq.compat.install()
     assert version() == package.__version__
     assert importlib.metadata.version("pytorch-quantization") == version()
-    found = [d.name for d in importlib.metadata.distributions()]
-    assert found.count("pytorch-quantization") == 1
-    assert len(found) > 1
+    actual = [d.name for d in importlib.metadata.distributions()]
+    assert actual.count("pytorch-quantization") == 1
+    assert len(actual) > 1
     torchq.compat.uninstall()
     with pytest.raises(importlib.metadata.PackageNotFoundError):
         version()
@@ -108,8 +108,8 @@ def test_another_package_of_that_name_is_not_replaced(
     other = ModuleType("pytorch_quantization")
     other.__file__ = "elsewhere.py"
     monkeypatch.setitem(sys.modules, "pytorch_quantization", other)
-    text = r"imported already, from elsewhere\.py\. Call install"
-    with pytest.raises(torchq.errors.QuantizationError, match=text):
+    message = r"imported already, from elsewhere\.py\. Call install"
+    with pytest.raises(torchq.errors.QuantizationError, match=message):
         torchq.compat.install()
     torchq.compat.uninstall()
     assert sys.modules["pytorch_quantization"] is other
@@ -144,7 +144,7 @@ def test_names_in_the_guide_of_migration_exist() -> None:
     named = set(re.findall(r"`(?:with )?(torchq(?:\.\w+)+)", page))
     assert len(named) > 10
     for name in named:
-        found = torchq
+        actual = torchq
         for part in name.split(".")[1:]:
-            found = getattr(found, part)
-        assert found is not None
+            actual = getattr(actual, part)
+        assert actual is not None

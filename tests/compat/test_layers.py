@@ -250,10 +250,10 @@ def test_every_module_called_quantizer_can_be_disabled() -> None:
     learned = QuantDescriptor(learn_amax=True)
     linear = quant_nn.QuantLinear(2, 2, quant_desc_input=learned)
     model = nn.ModuleList([linear, quant_nn.QuantLSTM(2, 2, 2)])
-    found = [module for name, module in model.named_modules() if "quantizer" in name]
+    actual = [module for name, module in model.named_modules() if "quantizer" in name]
     # Two quantizers and a clip; two lists of two.
-    assert len(found) == 2 + 1 + 2 * (1 + 2)
-    for module in found:
+    assert len(actual) == 2 + 1 + 2 * (1 + 2)
+    for module in actual:
         module.disable()
     assert all(
         m._disabled for m in model.modules() if isinstance(m, quant_nn.TensorQuantizer)

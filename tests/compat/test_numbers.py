@@ -65,14 +65,14 @@ def test_fake_tensor_quant(
         tensor_quant.legacy_fake_tensor_quant,
         tensor_quant.FakeTensorQuantFunction.apply,
     ):
-        found = function(x, amax, bits, unsigned, narrow)
-        assert found.dtype is dtype
-        assert found.double().tolist() == values
+        actual = function(x, amax, bits, unsigned, narrow)
+        assert actual.dtype is dtype
+        assert actual.double().tolist() == values
     options = {"unsigned": unsigned, "narrow_range": narrow}
     quantizer = TensorQuantizer(QuantDescriptor(bits, amax=1.37, **options))
     assert quantizer(x).double().tolist() == values
-    found, scale = tensor_quant.tensor_quant(x, amax, bits, unsigned, narrow)
-    assert found.double().tolist() == [
+    actual, scale = tensor_quant.tensor_quant(x, amax, bits, unsigned, narrow)
+    assert actual.double().tolist() == [
         ref.round_to(code, STORED[dtype]) for code in codes
     ]
     assert scale.dtype is dtype
@@ -105,20 +105,20 @@ def test_per_axis_ranges_of_each_call(
     )
     flat = amax.expand(x.shape).reshape(-1)
     _, values = expected(x.reshape(-1), flat, 8, unsigned, False)
-    found = TensorQuantizer(QuantDescriptor(axis=axis, unsigned=unsigned))(x)
-    assert found.double().reshape(-1).tolist() == values
+    actual = TensorQuantizer(QuantDescriptor(axis=axis, unsigned=unsigned))(x)
+    assert actual.double().reshape(-1).tolist() == values
 
 
 def test_dead_ranges_give_zero(dtype: torch.dtype) -> None:
     x = torch.ones(2, 3, 4, dtype=dtype)
     amax = torch.tensor([1.0, 2.0**-24, 0.0]).reshape(1, 3, 1)
-    found = tensor_quant.fake_tensor_quant(x, amax)
-    assert found[:, 0].eq(1).all()
-    assert found[:, 1:].eq(0).all()
-    assert cuda_ext.fake_tensor_quant_with_axis(x, amax.flatten(), 1).equal(found)
+    actual = tensor_quant.fake_tensor_quant(x, amax)
+    assert actual[:, 0].eq(1).all()
+    assert actual[:, 1:].eq(0).all()
+    assert cuda_ext.fake_tensor_quant_with_axis(x, amax.flatten(), 1).equal(actual)
     changed = x.clone()
     assert cuda_ext.fake_tensor_quant_(changed, amax) is changed
-    assert changed.equal(found)
+    assert changed.equal(actual)
     codes, scale = tensor_quant.tensor_quant(x.float(), amax)
     assert codes[0, :, 0].tolist() == [127, 0, 0]
     assert scale.flatten().tolist() == [
@@ -170,9 +170,9 @@ def test_gradient_mask_is_inclusive(dtype: torch.dtype) -> None:
 
 def test_unsigned_maps_negative_values_to_zero() -> None:
     x = torch.tensor([-1.0, -1e-8, 0.5], requires_grad=True)
-    found = tensor_quant.fake_tensor_quant(x, torch.tensor(1.0), 8, True)
-    assert found[:2].tolist() == [0, 0]
-    assert found[2] > 0
+    actual = tensor_quant.fake_tensor_quant(x, torch.tensor(1.0), 8, True)
+    assert actual[:2].tolist() == [0, 0]
+    assert actual[2] > 0
 
 
 @pytest.mark.parametrize("amax", [None, 2.0, 0.3])
@@ -192,11 +192,11 @@ def test_scaled_e4m3(dtype: torch.dtype, amax: float | None) -> None:
             0.0 if abs(value) < 2.0**-24 else ref.round_to(dequantized, STORED[dtype])
         )
     if amax is None:
-        found = tensor_quant.scaled_e4m3(x), cuda_ext.fake_e4m3fy(x)
+        actual = tensor_quant.scaled_e4m3(x), cuda_ext.fake_e4m3fy(x)
     else:
         quantizer = TensorQuantizer(QuantDescriptor(num_bits=(4, 3), amax=amax))
-        found = tensor_quant.scaled_e4m3(x, torch.tensor(amax)), quantizer(x)
-    assert all(values.double().tolist() == wanted for values in found)
+        actual = tensor_quant.scaled_e4m3(x, torch.tensor(amax)), quantizer(x)
+    assert all(values.double().tolist() == wanted for values in actual)
 
 
 def test_published_e4m3_values() -> None:
@@ -207,8 +207,10 @@ def test_published_e4m3_values() -> None:
     printed = torch.tensor(
         [-2.0, -1.8571, -1.1429, -0.5714, 0.1964, 0.7857, 1.4286, 1.8571]
     )
-    found = tensor_quant.scaled_e4m3(x, torch.tensor(2.0))
-    torch.testing.assert_close(found, printed, atol=5e-5, rtol=0)  # four printed digits
+    actual = tensor_quant.scaled_e4m3(x, torch.tensor(2.0))
+    torch.testing.assert_close(
+        actual, printed, atol=5e-5, rtol=0
+    )  # four printed digits
 
 
 def test_fake_affine() -> None:
@@ -258,10 +260,10 @@ def test_hand_checked_vectors(
     got, scale = tensor_quant.tensor_quant(given, amax, *flags)
     assert got.tolist() == codes
     assert scale.item() == ref.tensor_quant(1.0, amax, *flags)[1]
-    found = tensor_quant.fake_tensor_quant(given, amax, *flags)
+    actual = tensor_quant.fake_tensor_quant(given, amax, *flags)
     # 5e-7: the published values have six decimals
     torch.testing.assert_close(
-        found, torch.tensor(fake, dtype=torch.float32), rtol=0, atol=5e-7
+        actual, torch.tensor(fake, dtype=torch.float32), rtol=0, atol=5e-7
     )
 
 
@@ -273,8 +275,8 @@ def test_worked_example_of_the_ancestor() -> None:
     assert f"{scale.item():.4f}" == "128.0057"
     published = [0.9843313694, 0.8827733397, 0.9921435118, 0.4609170556, 0.0859336928]
     published += [0.1796795279, 0.3671712279, 0.5702872276, 0.3359225988, 0.2109281421]
-    found = tensor_quant.fake_tensor_quant(x, x.abs().max(), narrow_range=False)
-    assert [round(v, 10) for v in found.tolist()] == published
+    actual = tensor_quant.fake_tensor_quant(x, x.abs().max(), narrow_range=False)
+    assert [round(v, 10) for v in actual.tolist()] == published
 
 
 def test_poisoned_ranges_are_seen() -> None:

@@ -51,8 +51,8 @@ def test_group_parameters_feed_an_optimizer() -> None:
     groups = helper.group_parameters(
         net(), patterns, [0.1, 0.01], [0.2, 0.02], [0.3, 0.03]
     )
-    found = [(g["lr"], g["momentum"], g["weight_decay"]) for g in groups]
-    assert found == [(0.1, 0.2, 0.3), (0.01, 0.02, 0.03)]
+    actual = [(g["lr"], g["momentum"], g["weight_decay"]) for g in groups]
+    assert actual == [(0.1, 0.2, 0.3), (0.01, 0.02, 0.03)]
     optimizer = torch.optim.SGD(groups)
     assert [len(g["params"]) for g in optimizer.param_groups] == [1, 2]
     assert "lr" not in helper.group_parameters(net(), [["fc"]])[0]

@@ -103,7 +103,7 @@ def test_functions_behind_histogram_calibrators() -> None:
     edges = calibrator._calib_bin_edges
     assert counts is not None
     assert edges is not None
-    found = {
+    actual = {
         "entropy": histogram._compute_amax_entropy(
             counts.numpy(), edges.numpy(), 8, False
         ),
@@ -112,11 +112,11 @@ def test_functions_behind_histogram_calibrators() -> None:
             counts.numpy(), edges.numpy(), 99.0
         ),
     }
-    for method, amax in found.items():
+    for method, amax in actual.items():
         options = {"percentile": 99.0} if method == "percentile" else {}
         assert isinstance(amax, Tensor)
         assert torch.equal(amax, calibrator.compute_amax(method, **options))
-    assert np.asarray(found["mse"]).shape == ()
+    assert np.asarray(actual["mse"]).shape == ()
 
 
 def test_codes_and_scale_without_rounding_the_scale() -> None:

@@ -91,11 +91,11 @@ def test_packed_sequences(options: dict[str, Any]) -> None:
     count = 4 if options else 1
     states = torch.randn(count, 4, 7), torch.randn(count, 4, 7)
     for packed, hx in ((sorted_, None), (shuffled, None), (shuffled, states)):
-        found = layer(packed, hx)
+        actual = layer(packed, hx)
         expected = plain(packed, hx)
-        close(found[0].data, expected[0].data)
-        close(found[1], expected[1])
-        assert found[0].batch_sizes.equal(expected[0].batch_sizes)
+        close(actual[0].data, expected[0].data)
+        close(actual[1], expected[1])
+        assert actual[0].batch_sizes.equal(expected[0].batch_sizes)
 
 
 @pytest.mark.parametrize(

@@ -224,8 +224,8 @@ def test_spawned_workers_find_the_old_names(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "torchq.compat"]
     command += [str(tmp_path / "spawning.py"), "--flag"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    found = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert found.stdout == f"torchq.compat.{OLD}.layers ['--flag']\n", found.stderr
+    actual = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert actual.stdout == f"torchq.compat.{OLD}.layers ['--flag']\n", actual.stderr
 
 
 def test_the_search_path_alone_is_enough() -> None:

@@ -48,9 +48,9 @@ def test_descriptor_round_trips(keywords: dict[str, Any]) -> None:
 
 def test_descriptor_reads_what_the_original_wrote() -> None:
     pytest.importorskip("yaml")
-    text = "amax: 3.1415927410125732\naxis:\n- 1\n- 2\nname: a\nnum_bits: 2\n"
-    wanted = QuantDescriptor(2, "a", axis=(1, 2), amax=3.1415926536)
-    assert QuantDescriptor.from_yaml(text) == wanted
+    message = "amax: 3.1415927410125732\naxis:\n- 1\n- 2\nname: a\nnum_bits: 2\n"
+    expected = QuantDescriptor(2, "a", axis=(1, 2), amax=3.1415926536)
+    assert QuantDescriptor.from_yaml(message) == expected
 
 
 def test_descriptor_properties() -> None:
@@ -66,10 +66,10 @@ def test_descriptor_properties() -> None:
     expected |= {"unsigned": False, "narrow_range": False}
     assert {name: getattr(descriptor, name) for name in expected} == expected
     for amax in (0.7, [1.3, 1.4], np.array([2.0])):
-        found = QuantDescriptor(amax=amax).amax
-        assert isinstance(found, np.ndarray)
-        assert found.dtype == np.float32
-        np.testing.assert_array_equal(found, np.float32(amax))
+        actual = QuantDescriptor(amax=amax).amax
+        assert isinstance(actual, np.ndarray)
+        assert actual.dtype == np.float32
+        np.testing.assert_array_equal(actual, np.float32(amax))
     assert QuantDescriptor(np.int64(4)).num_bits == 4
     assert QuantDescriptor(axis=(0, 1, 3)).axis == (0, 1, 3)
     with pytest.raises(AttributeError):
@@ -188,7 +188,7 @@ def test_reduce_amax(axis: Any, keepdims: bool) -> None:
     x = torch.randn(
         2, 3, 2, 5, 3, generator=torch.Generator().manual_seed(0), requires_grad=True
     )
-    found = utils.reduce_amax(x, axis=axis, keepdims=keepdims)
+    actual = utils.reduce_amax(x, axis=axis, keepdims=keepdims)
     axes = (
         None if axis is None or len(np.atleast_1d(axis)) == 5 else np.atleast_1d(axis)
     )
@@ -196,9 +196,9 @@ def test_reduce_amax(axis: Any, keepdims: bool) -> None:
     expected = np.max(
         np.abs(x.detach().numpy()), axes, keepdims=keepdims and axes is not None
     )
-    np.testing.assert_array_equal(found.numpy(), expected)
-    assert found.shape == expected.shape
-    assert not found.requires_grad
+    np.testing.assert_array_equal(actual.numpy(), expected)
+    assert actual.shape == expected.shape
+    assert not actual.requires_grad
 
 
 def test_reduce_amax_takes_integers_and_refuses_too_many_axes() -> None:

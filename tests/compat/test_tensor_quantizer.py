@@ -203,11 +203,11 @@ def test_learned_range_clips_and_learns() -> None:
     quantizer = TensorQuantizer(QuantDescriptor(num_bits=8, amax=0.5, learn_amax=True))
     assert quantizer._if_clip
     assert quantizer._learn_amax
-    found = quantizer(x)
-    assert found.equal(
+    actual = quantizer(x)
+    assert actual.equal(
         tensor_quant.fake_tensor_quant(x.clamp(-0.5, 0.5), torch.tensor(0.5))
     )
-    found.sum().backward()
+    actual.sum().backward()
     assert quantizer.clip.clip_value_max.grad == (x > 0.5).sum()
     assert quantizer.clip.clip_value_min.grad == (x < -0.5).sum()
     assert x.grad.equal((x.abs() < 0.5).float())
@@ -252,15 +252,15 @@ def test_dtype_and_device_moves_keep_the_range_exact() -> None:
 
 def test_dtype_and_layout_of_the_result(dtype: torch.dtype) -> None:
     x = draw(2, 4, 5, 5).to(dtype).contiguous(memory_format=torch.channels_last)
-    found = TensorQuantizer(QuantDescriptor(axis=1))(x)
-    assert found.dtype is dtype
-    assert found.is_contiguous(memory_format=torch.channels_last)
+    actual = TensorQuantizer(QuantDescriptor(axis=1))(x)
+    assert actual.dtype is dtype
+    assert actual.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_printed_forms() -> None:
     descriptor = QuantDescriptor(axis=0, amax=[1.0, 2.0], unsigned=True, scale_amax=0.5)
-    text = TensorQuantizer(descriptor, if_calib=True).extra_repr()
-    assert text.startswith(
+    message = TensorQuantizer(descriptor, if_calib=True).extra_repr()
+    assert message.startswith(
         "unsigned 8bit fake axis=0 amax=[1.0000, 2.0000](2) *0.5 calibrator=Max"
     )
     assert TensorQuantizer(disabled=True).extra_repr() == "disabled"
@@ -277,9 +277,9 @@ def test_compiles_as_one_graph(num_bits: Any) -> None:
     torch._dynamo.reset()
     quantizer = TensorQuantizer(QuantDescriptor(num_bits, amax=1.0))
     x = draw(20).requires_grad_()
-    found = torch.compile(quantizer, fullgraph=True, backend="aot_eager")(x)
-    assert found.equal(quantizer(x))
-    found.sum().backward()
+    actual = torch.compile(quantizer, fullgraph=True, backend="aot_eager")(x)
+    assert actual.equal(quantizer(x))
+    actual.sum().backward()
     assert x.grad.equal((x.abs() <= 1).float())
 
 

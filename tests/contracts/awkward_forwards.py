@@ -346,9 +346,9 @@ class Named(Base):
         )
 
     def forward(self, x: Tensor) -> Any:
-        found = self.features(self.a(x))
-        found.map += found.pooled.first
-        out = self.c(found.map * found.pooled.second)
+        actual = self.features(self.a(x))
+        actual.map += actual.pooled.first
+        out = self.c(actual.map * actual.pooled.second)
         return {"out": out, "all": [Features(out + out), Pair(out, out * out)]}
 
 

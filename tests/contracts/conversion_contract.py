@@ -41,7 +41,7 @@ def results(model: nn.Module, inputs: Any, calls: int = 1) -> list[Any]:
     """Return what calls one after the other give, from one state of the random numbers."""
     args = inputs if isinstance(inputs, tuple) else (inputs,)
     kwargs = inputs if isinstance(inputs, dict) else {}
-    found: list[Any] = []
+    actual: list[Any] = []
     model = copy.deepcopy(model)  # A forward may keep state.
     with ExitStack() as stack:
         for context in (torch.no_grad(), random_kept(), unfused_attention()):
@@ -50,8 +50,8 @@ def results(model: nn.Module, inputs: Any, calls: int = 1) -> list[Any]:
         for _ in range(calls):
             given = with_copies(() if kwargs else args)
             output = model(*given, **with_copies(kwargs))
-            found += list(leaves((output, given)))
-    return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in found]
+            actual += list(leaves((output, given)))
+    return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in actual]
 
 
 def lost_by_conversion(
@@ -73,9 +73,9 @@ def lost_by_conversion(
 
 def lost_by_quantizers(plain: nn.Module, quantized: nn.Module, example: Any) -> str:
     """Return in what a calibrated network is far from the float one; "" where it is near."""
-    wanted = [x for x in results(plain, example) if isinstance(x, Tensor)]
+    expected = [x for x in results(plain, example) if isinstance(x, Tensor)]
     got = [x for x in results(quantized, example) if isinstance(x, Tensor)]
-    least = min(map(decibels, got, wanted), default=torch.inf)
+    least = min(map(decibels, got, expected), default=torch.inf)
     return "" if least >= LEAST_DB_OF_8_BITS else f"{least:.1f} dB of the float model"
 
 
@@ -90,10 +90,10 @@ def lost_on_an_engine(simulation: nn.Module, example: Any, other: Any) -> str:
     except ExportError as error:
         return str(error)
     got = [x for x in results(deployed, other) if isinstance(x, Tensor)]
-    wanted = [x for x in results(simulation, other) if isinstance(x, Tensor)]
-    if len(got) != len(wanted):
-        return f"returns {len(got)} tensors, not {len(wanted)}"
-    least = min(map(decibels, got, wanted), default=LEAST_DB)
+    expected = [x for x in results(simulation, other) if isinstance(x, Tensor)]
+    if len(got) != len(expected):
+        return f"returns {len(got)} tensors, not {len(expected)}"
+    least = min(map(decibels, got, expected), default=LEAST_DB)
     return "" if least >= LEAST_DB else f"{least:.1f} dB of the simulation"
 
 
@@ -112,12 +112,12 @@ def harm_of_correction(
     """Return how much worse the correction makes the outputs on the batch that it is fitted on."""
     # A float network may have quantizers of its author, which both versions are without in float.
     with quantizing_only([m for m in plain.modules() if is_quantizer(m)]):
-        wanted = [x for x in results(plain, batch) if isinstance(x, Tensor)]
+        expected = [x for x in results(plain, batch) if isinstance(x, Tensor)]
     errors = []
     for correct in (True, False):
         got = [x for x in results(quantized(correct), batch) if isinstance(x, Tensor)]
         shares = [
-            10 ** (-decibels(a, b) / 10) for a, b in zip(got, wanted, strict=True)
+            10 ** (-decibels(a, b) / 10) for a, b in zip(got, expected, strict=True)
         ]
         errors.append(sum(shares))
     # The sums of errors that are compared may be rounded.

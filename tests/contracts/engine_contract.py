@@ -212,6 +212,6 @@ class EngineContract:
         assert all(map(torch.equal, got, expected * 3))
 
     def test_the_summary_describes_it(self, deployed: nn.Module) -> None:
-        found = torchq.summary(deployed)
-        assert found.layers or found.float_modules
-        assert all(row.bytes > 0 for row in found.layers)
+        actual = torchq.summary(deployed)
+        assert actual.layers or actual.float_modules
+        assert all(row.bytes > 0 for row in actual.layers)

@@ -52,11 +52,11 @@ def test_tensor_and_number_agree_with_the_definition(
 ) -> None:
     x = torch.tensor(_NUMBERS, dtype=dtype)
     numbers = x.tolist()
-    wanted = [rounded(number, rounding) for number in numbers]
+    expected = [rounded(number, rounding) for number in numbers]
     result = round_(x, rounding)
     assert result.data_ptr() == x.data_ptr()
-    assert result.tolist() == [float(number) for number in wanted]
-    assert [round_number(number, rounding) for number in numbers] == wanted
+    assert result.tolist() == [float(number) for number in expected]
+    assert [round_number(number, rounding) for number in numbers] == expected
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
@@ -110,8 +110,8 @@ def test_scales_are_rounded_up_to_powers_of_two(
     exponent = torch.randint(-120, 120, (500,), generator=generator, dtype=dtype)
     x = torch.rand(500, generator=generator, dtype=dtype).add_(0.5) * 2.0**exponent
     x[:5] = torch.tensor([1.0, 0.5, 0.75, 1.0000001, 2.0**-126])
-    wanted = [power_of_two_above(number) for number in x.tolist()]
-    assert POWER_OF_TWO.snap_(x).tolist() == wanted
+    expected = [power_of_two_above(number) for number in x.tolist()]
+    assert POWER_OF_TWO.snap_(x).tolist() == expected
 
 
 def test_no_power_of_two_is_infinite() -> None:

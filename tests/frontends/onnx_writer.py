@@ -147,12 +147,12 @@ def assert_agrees(model: Any, feeds: Mapping[str, Tensor], limit: float = 1e-4) 
     with torch.no_grad():
         got = read(*[feeds[name] for name in read.input_names])
     got = got if isinstance(got, tuple) else (got,)
-    for one, wanted in zip(got, run_reference(model, feeds), strict=True):
-        assert one.shape == wanted.shape
-        assert one.dtype == wanted.dtype
-        if wanted.numel():
-            largest = float(wanted.double().abs().max())
-            assert float((one.double() - wanted.double()).abs().max()) <= limit * max(
+    for one, expected in zip(got, run_reference(model, feeds), strict=True):
+        assert one.shape == expected.shape
+        assert one.dtype == expected.dtype
+        if expected.numel():
+            largest = float(expected.double().abs().max())
+            assert float((one.double() - expected.double()).abs().max()) <= limit * max(
                 largest, 1e-6
             )
     return read

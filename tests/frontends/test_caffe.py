@@ -30,10 +30,10 @@ def files_of(name: str) -> tuple[Path, Path]:
 def recorded(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the inputs and the outputs that OpenCV computed, by name."""
     with np.load(FOLDER / f"{name}.npz") as arrays:
-        found = {key: torch.from_numpy(arrays[key]) for key in arrays.files}
-    inputs = {key[3:]: value for key, value in found.items() if key.startswith("in:")}
+        actual = {key: torch.from_numpy(arrays[key]) for key in arrays.files}
+    inputs = {key[3:]: value for key, value in actual.items() if key.startswith("in:")}
     return inputs, {
-        key[4:]: value for key, value in found.items() if key.startswith("out:")
+        key[4:]: value for key, value in actual.items() if key.startswith("out:")
     }
 
 
@@ -231,25 +231,27 @@ def test_factors_that_the_network_computes() -> None:
 
 
 def test_a_norm_behind_a_shape_that_is_not_known() -> None:
-    text = one_layer(
+    message = one_layer(
         "Reshape", "reshape_param { shape { dim: 3 dim: 4 } axis: 1 num_axes: 2 }"
     )
-    text += 'layer { name: "bn" type: "BatchNorm" bottom: "y" top: "bn" }'
+    message += 'layer { name: "bn" type: "BatchNorm" bottom: "y" top: "bn" }'
     states = [
         np.array([1, 2, 3], "f"),
         np.array([4, 4, 4], "f"),
         np.array([1], "f"),
     ]
-    model = torchq.from_caffe(text, caffemodel({"bn": states}))
+    model = torchq.from_caffe(message, caffemodel({"bn": states}))
     expected = (X - torch.tensor([1.0, 2.0, 3.0]).view(1, 3, 1)) / 2
     torch.testing.assert_close(model(X), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_last_window_outside_of_the_input_is_kept() -> None:
     """With one more column than the stride divides, Caffe gives a maximum of nothing."""
-    text = one_layer("Pooling", "pooling_param { pool: MAX kernel_size: 1 stride: 2 }")
+    message = one_layer(
+        "Pooling", "pooling_param { pool: MAX kernel_size: 1 stride: 2 }"
+    )
     x = torch.randn(1, 2, 4, 4)
-    y = torchq.from_caffe(text, caffemodel({}))(x)
+    y = torchq.from_caffe(message, caffemodel({}))(x)
     assert y.shape == (1, 2, 3, 3)
     assert torch.equal(
         y[..., :2, :2],
@@ -262,9 +264,11 @@ def test_a_last_window_outside_of_the_input_is_kept() -> None:
 
 
 def test_unknown_layers_are_named_at_once_with_counts() -> None:
-    text = one_layer("Python") + 'layer { name: "z" type: "SPP" bottom: "y" top: "z" }'
+    message = (
+        one_layer("Python") + 'layer { name: "z" type: "SPP" bottom: "y" top: "z" }'
+    )
     with pytest.raises(FrontendError, match=r"Python \(1\), SPP \(1\)"):
-        torchq.from_caffe(text, caffemodel({}))
+        torchq.from_caffe(message, caffemodel({}))
 
 
 @pytest.mark.parametrize(
@@ -344,10 +348,12 @@ def test_forms_of_forks_compute_what_they_say() -> None:
             "s" in bottoms
         )
         names = " ".join(f'bottom: "{name}"' for name in bottoms)
-        text = (
+        message = (
             f'{inputs} layer {{ name: "y" type: "{kind}" {names} top: "y" {fields} }}'
         )
-        return torchq.from_caffe(text, caffemodel({"y": list(blobs)} if blobs else {}))
+        return torchq.from_caffe(
+            message, caffemodel({"y": list(blobs)} if blobs else {})
+        )
 
     weight = np.arange(3, dtype="f").reshape(3, 1, 1, 1)
     narrow = "convolution_param { num_output: 3 kernel_size: 1 bias_term: false }"

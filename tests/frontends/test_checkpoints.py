@@ -157,19 +157,19 @@ def test_adopted_networks_compute_the_makers_codes(
             parameter.zero_()  # the weights are those of the other one
     torchq.adopt_(model, other)
     with torch.no_grad():
-        found = model(x)
+        actual = model(x)
     assert drift.norm() > 0
     if maker == "modelopt":
         assert codes_differ(model, other, x) == 0
-        assert torch.allclose(found, expected, atol=1e-6)
+        assert torch.allclose(actual, expected, atol=1e-6)
     else:
-        assert torch.equal(found, expected)
+        assert torch.equal(actual, expected)
     path = tmp_path / "adopted.pt"
     torchq.save(model, path)
     again = cls().eval()
     torchq.load(again, path)
     with torch.no_grad():
-        assert torch.equal(again(x), found)
+        assert torch.equal(again(x), actual)
 
 
 def codes_differ(

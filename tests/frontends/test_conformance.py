@@ -29,22 +29,24 @@ def cases() -> dict[str, Any]:
 @functools.cache
 def verdict(name: str) -> str:
     """Return "right" or "refused"; of anything else the reason too."""
-    found = conformance.outcome_of(cases()[name])
-    kind = str(found["outcome"])
-    return kind if kind != "wrong" else f"wrong: {found['reason']}"
+    actual = conformance.outcome_of(cases()[name])
+    kind = str(actual["outcome"])
+    return kind if kind != "wrong" else f"wrong: {actual['reason']}"
 
 
 @pytest.mark.parametrize(
     "step", [pytest.param(1, marks=pytest.mark.slow, id="all"), 12]
 )
 def test_no_case_is_wrong_and_most_are_converted(step: int) -> None:
-    found = {name: verdict(name) for name in list(cases())[::step]}
+    actual = {name: verdict(name) for name in list(cases())[::step]}
     assert {
-        name: text for name, text in found.items() if text not in ("right", "refused")
+        name: message
+        for name, message in actual.items()
+        if message not in ("right", "refused")
     } == {}
     # One in twelve is as often converted as all are, but for a few.
     least = CONVERTED / 1884 if step == 1 else 0.9 * CONVERTED / 1884
-    assert list(found.values()).count("right") >= int(least * len(found))
+    assert list(actual.values()).count("right") >= int(least * len(actual))
 
 
 #: Operators that have a case each; a network of any toolkit before may hold them.
@@ -72,17 +74,19 @@ def test_usual_operators_are_converted(op_type: str) -> None:
     "kind", ["lstm", "gru", "roialign", "resize", "nonmaxsuppression"]
 )
 def test_every_case_of_sequences_and_detectors_is_converted(kind: str) -> None:
-    found = {name: verdict(name) for name in cases() if name.startswith(f"test_{kind}")}
-    assert set(found.values()) == {"right"}, found
+    actual = {
+        name: verdict(name) for name in cases() if name.startswith(f"test_{kind}")
+    }
+    assert set(actual.values()) == {"right"}, actual
 
 
 def test_a_wrong_result_would_be_noticed() -> None:
     case: Any = cases()["test_relu"]
-    found = conformance.outcome(
+    actual = conformance.outcome(
         cases()["test_sigmoid"].model, case.data_sets, case.rtol, case.atol
     )
-    assert found["outcome"] == "wrong"
-    assert "largest error" in found["reason"]
+    assert actual["outcome"] == "wrong"
+    assert "largest error" in actual["reason"]
     assert "for torch.int64" in conformance.difference(
         torch.ones(2), torch.tensor([1, 1]), 0, 0
     )
@@ -90,9 +94,9 @@ def test_a_wrong_result_would_be_noticed() -> None:
 
 @pytest.mark.parametrize("kind", ["pytorch-converted", "pytorch-operator"])
 def test_models_that_pytorch_wrote(kind: str) -> None:
-    found = {row["name"]: row for row in conformance.stored_models(kind)}
-    wrong = [row for row in found.values() if row["outcome"] != "right"]
-    assert len(found) > 30
+    actual = {row["name"]: row for row in conformance.stored_models(kind)}
+    wrong = [row for row in actual.values() if row["outcome"] != "right"]
+    assert len(actual) > 30
     assert all(
         "multiparam" in row["name"] and row["outcome"] == "refused" for row in wrong
     ), wrong

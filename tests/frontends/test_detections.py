@@ -23,11 +23,11 @@ EXPORTERS = pytest.mark.parametrize(
 
 def ssd(changes: dict[str, str]) -> nn.Module:
     """Return the small SSD of the recorded files, with other fields of its last layer."""
-    text = (HERE / "caffe_files/detector.prototxt").read_text()
+    message = (HERE / "caffe_files/detector.prototxt").read_text()
     for old, new in changes.items():
-        assert old in text
-        text = text.replace(old, new)
-    return torchq.from_caffe(text, HERE / "caffe_files/detector.caffemodel")
+        assert old in message
+        message = message.replace(old, new)
+    return torchq.from_caffe(message, HERE / "caffe_files/detector.caffemodel")
 
 
 def photos(count: int, strength: float) -> Tensor:
@@ -49,11 +49,11 @@ def assert_same_detections(
         v.name: x.numpy() for v, x in zip(session.get_inputs(), inputs, strict=True)
     }
     with torch.no_grad():
-        wanted = model(*inputs)
-    wanted = [wanted] if isinstance(wanted, Tensor) else list(wanted)
-    for one, other in zip(session.run(None, feeds), wanted, strict=True):
+        expected = model(*inputs)
+    expected = [expected] if isinstance(expected, Tensor) else list(expected)
+    for one, other in zip(session.run(None, feeds), expected, strict=True):
         torch.testing.assert_close(torch.from_numpy(one), other, rtol=1e-4, atol=1e-5)
-    return wanted
+    return expected
 
 
 SSD = {
@@ -84,8 +84,8 @@ def test_detections_of_ssd_in_a_file_follow_the_image(
     session = exported(model, photos(1, 1.0), tmp_path, dynamo)
     counts = set()
     for count, strength in ((1, 1.0), (1, 0.0), (1, 4.0), (2, 2.0), (3, 8.0)):
-        (found,) = assert_same_detections(session, model, photos(count, strength))
-        counts.add(int((found[..., 1] >= 0).sum()))
+        (actual,) = assert_same_detections(session, model, photos(count, strength))
+        counts.add(int((actual[..., 1] >= 0).sum()))
     assert len(counts) >= 3, counts
 
 

@@ -151,10 +151,10 @@ def test_attention_is_read_by_its_definition_and_quantized(tmp_path: Path) -> No
         w.model(w.node("MatMul", y, w.random(8, 8))),
         {"x": x},
     )
-    wanted = read(x).detach()
+    expected = read(x).detach()
     torchq.quantize_(read)
     torchq.calibrate(read, [x], progress=False)
-    assert float((read(x).detach() - wanted).norm() / wanted.norm()) < 0.05
+    assert float((read(x).detach() - expected).norm() / expected.norm()) < 0.05
     torchq.export_onnx(read, x, tmp_path / "int8.onnx")
     assert torchq.verify_onnx(read, tmp_path / "int8.onnx", [x]).ok
 
@@ -419,8 +419,8 @@ def test_a_size_that_the_file_fixes_is_checked(shape: tuple[int, ...]) -> None:
     read = torchq.from_onnx(flattened(13, [1, -1]))
     assert read.input_shapes == [[1, 3, 4, 6]]
     given = re.escape(str(shape))
-    text = rf"images: got the shape {given}; expected \(1, 3, 4, 6\), which the ONNX"
-    with pytest.raises(InputError, match=text):
+    message = rf"images: got the shape {given}; expected \(1, 3, 4, 6\), which the ONNX"
+    with pytest.raises(InputError, match=message):
         read(torch.randn(shape))
     assert read(torch.randn(1, 3, 4, 6)).shape == (1, 120)
 
@@ -467,8 +467,10 @@ def test_a_fixed_batch_is_freed_on_request(batch: int, target: list[int]) -> Non
     read = torchq.from_onnx(model, free_batch=True)
     assert read.input_shapes == [[None, 3, 4, 6]]
     x = torch.randn(4, 3, 4, 6, generator=torch.Generator().manual_seed(0))
-    wanted = torch.cat([run_reference(model, {"images": p})[0] for p in x.split(batch)])
-    torch.testing.assert_close(read(x), wanted, rtol=1e-4, atol=1e-5)
+    expected = torch.cat(
+        [run_reference(model, {"images": p})[0] for p in x.split(batch)]
+    )
+    torch.testing.assert_close(read(x), expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(InputError, match=r"expected \(any, 3, 4, 6\)"):
         read(torch.randn(4, 3, 4, 8))
 
@@ -511,6 +513,6 @@ def taken(op_type: str) -> Any:
 def test_an_operator_that_needs_the_fixed_batch_is_named(op_type: str) -> None:
     torchq.from_onnx(taken(op_type))
     name = {"Transposed": "Reshape"}.get(op_type, op_type.split()[0])
-    text = rf"from_onnx: {name} '{name}_\d+' computes with the batch of 1 that the file fixes"
-    with pytest.raises(FrontendError, match=text):
+    message = rf"from_onnx: {name} '{name}_\d+' computes with the batch of 1 that the file fixes"
+    with pytest.raises(FrontendError, match=message):
         torchq.from_onnx(taken(op_type), free_batch=True)

@@ -38,8 +38,10 @@ def mutated(data: bytes, random: Random) -> bytes:
 
 
 def read_symbol(data: bytes) -> Any:
-    text = data.decode("utf-8", "replace")
-    return torchq.from_mxnet(text if text.lstrip()[:1] == "{" else "{" + text, PARAMS)
+    message = data.decode("utf-8", "replace")
+    return torchq.from_mxnet(
+        message if message.lstrip()[:1] == "{" else "{" + message, PARAMS
+    )
 
 
 SYMBOL = (FOLDER / "mxnet_files" / "classifier-symbol.json").read_bytes()

@@ -27,10 +27,10 @@ def files_of(name: str) -> tuple[Path, Path]:
 def recorded(name: str) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Return the inputs by name and the outputs that MXNet computed."""
     with np.load(FOLDER / f"{name}.npz") as arrays:
-        found = {key: torch.from_numpy(arrays[key]) for key in arrays.files}
-    inputs = {key[3:]: value for key, value in found.items() if key.startswith("in:")}
-    count = len(found) - len(inputs)
-    return inputs, [found[f"out:{i}"] for i in range(count)]
+        actual = {key: torch.from_numpy(arrays[key]) for key in arrays.files}
+    inputs = {key[3:]: value for key, value in actual.items() if key.startswith("in:")}
+    count = len(actual) - len(inputs)
+    return inputs, [actual[f"out:{i}"] for i in range(count)]
 
 
 def compare(name: str, symbol: str | Path | None = None) -> None:
@@ -205,18 +205,18 @@ def params_bytes(arrays: dict[str, bytes]) -> bytes:
 @pytest.mark.parametrize("dtype", FLAGS)
 def test_each_version_of_arrays_is_read(version: int, dtype: str) -> None:
     array = np.arange(6).reshape(2, 3).astype(dtype)
-    found = read_params(params_bytes({"arg:w": array_bytes(version, array)}), "test")
-    assert torch.equal(found["w"], torch.from_numpy(array))
+    actual = read_params(params_bytes({"arg:w": array_bytes(version, array)}), "test")
+    assert torch.equal(actual["w"], torch.from_numpy(array))
 
 
 def test_scalars_and_empty_arrays_are_read() -> None:
     scalar = array_bytes(3, np.float32(2.5).reshape(()))
     # Nothing follows a shape without dimensions.
     empty = struct.pack("<Iii", 0xF993FAC9, 0, 0)
-    found = read_params(params_bytes({"a": scalar, "b": empty}), "test")
-    assert found["a"].shape == ()
-    assert found["a"] == 2.5
-    assert found["b"].numel() == 0
+    actual = read_params(params_bytes({"a": scalar, "b": empty}), "test")
+    assert actual["a"].shape == ()
+    assert actual["a"] == 2.5
+    assert actual["b"].numel() == 0
 
 
 def test_sparse_arrays_are_read_with_their_zeros() -> None:
@@ -236,9 +236,9 @@ def test_sparse_arrays_are_read_with_their_zeros() -> None:
         + np.int64([0, 1, 2]).tobytes()
         + np.int64([2, 0]).tobytes()
     )
-    found = read_params(params_bytes({"rows": rows, "csr": csr}), "test")
-    assert found["rows"].tolist() == [[0, 0], [5, 6], [0, 0]]
-    assert found["csr"].tolist() == [[0, 0, 7], [8, 0, 0]]
+    actual = read_params(params_bytes({"rows": rows, "csr": csr}), "test")
+    assert actual["rows"].tolist() == [[0, 0], [5, 6], [0, 0]]
+    assert actual["csr"].tolist() == [[0, 0, 7], [8, 0, 0]]
 
 
 # --- what becomes of a network ------------------------------------------------------------------

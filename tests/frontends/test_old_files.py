@@ -310,12 +310,12 @@ def test_files(case: Callable[[], Case]) -> None:
 def test_a_condition_is_one_call_of_a_trace() -> None:
     model, (feeds, _) = squeezed_if_it_can_be()
     read = torchq.from_onnx(model)
-    found = torchq.graph.trace(read, feeds["x"])
-    assert found.level == "module"
-    modules = found.graph_module.modules()
+    actual = torchq.graph.trace(read, feeds["x"])
+    assert actual.level == "module"
+    modules = actual.graph_module.modules()
     assert [type(module).__name__ for module in modules].count("Conditional") == 1
     assert torch.equal(
-        found.graph_module(feeds["x"])[0], run_reference(model, feeds)[0]
+        actual.graph_module(feeds["x"])[0], run_reference(model, feeds)[0]
     )
 
 
@@ -328,11 +328,11 @@ def test_conditions_on_dimensions_are_decided_by_exports(
     (feeds,) = (feeds for feeds in batches if feeds["x"].shape[1] == channels)
     read = torchq.from_onnx(model)
     program = torch.export.export(read, (feeds["x"],))
-    wanted = run_reference(model, feeds)[0]
-    torch.testing.assert_close(program.module()(feeds["x"]), wanted)
+    expected = run_reference(model, feeds)[0]
+    torch.testing.assert_close(program.module()(feeds["x"]), expected)
     path = str(tmp_path / "again.onnx")
     torch.onnx.export(read, (feeds["x"],), path, dynamo=True, verbose=False)
-    torch.testing.assert_close(run_reference(path, feeds)[0], wanted)
+    torch.testing.assert_close(run_reference(path, feeds)[0], expected)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch warns of its own loop over time

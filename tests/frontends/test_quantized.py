@@ -48,10 +48,10 @@ def test_zero_points_survive_the_way_there_and_back(tmp_path: Path) -> None:
     read = torchq.from_onnx(tmp_path / "one.onnx")
     own = model.a.input_quantizer
     assert isinstance(own, TensorQuantizer)
-    found = [q for q in read.modules() if isinstance(q, TensorQuantizer)]
+    actual = [q for q in read.modules() if isinstance(q, TensorQuantizer)]
     assert any(
         all(map(torch.equal, q.calculate_qparams(), own.calculate_qparams()))
-        for q in found
+        for q in actual
     )
     assert torch.equal(read(x), model(x))
     torchq.export_onnx(read, x, tmp_path / "two.onnx")
@@ -143,17 +143,17 @@ def test_weights_of_four_bits_keep_their_codes(unsigned: bool, tmp_path: Path) -
     y = w.node("MatMul", w.input("x", [2, 5]), values)
     read = torchq.from_onnx(w.model(y))
     x = torch.randn(2, 5)
-    wanted = x @ torch.tensor(codes * [0.5, 0.25, 2.0], dtype=torch.float32)
-    torch.testing.assert_close(read(x), wanted)
+    expected = x @ torch.tensor(codes * [0.5, 0.25, 2.0], dtype=torch.float32)
+    torch.testing.assert_close(read(x), expected)
     (quantizer,) = (m for m in read.modules() if isinstance(m, TensorQuantizer))
     assert quantizer.descriptor.format.name == ("uint4" if unsigned else "int4")
     assert quantizer.calculate_qparams()[0].flatten().tolist() == [0.5, 0.25, 2.0]
     torchq.export_onnx(read, x, tmp_path / "again.onnx", opset=21, dynamic_batch=False)
     stored = onnx.load(tmp_path / "again.onnx").graph.initializer
-    found = [
+    actual = [
         numpy_helper.to_array(t).astype(int) for t in stored if t.data_type == four
     ]
-    assert sorted(codes.flatten()) in [sorted(array.flatten()) for array in found]
+    assert sorted(codes.flatten()) in [sorted(array.flatten()) for array in actual]
     weight.raw_data = b"\0" * 7
     with pytest.raises(
         FrontendError, match="holds 7 bytes; expected 8 for 15 numbers of 4 bits"
@@ -185,9 +185,9 @@ def test_weights_in_blocks_keep_their_codes(symmetric: bool, tmp_path: Path) -> 
     read = torchq.from_onnx(files[0])
     torchq.export_onnx(read, x, files[1], opset=21)
     assert torch.equal(read(x), model(x))
-    found = read.get_submodule("0").weight_quantizer
-    assert found.descriptor == model[0].weight_quantizer.descriptor
-    assert found.amax.shape == (6, 3)
+    actual = read.get_submodule("0").weight_quantizer
+    assert actual.descriptor == model[0].weight_quantizer.descriptor
+    assert actual.amax.shape == (6, 3)
     four = (onnx.TensorProto.INT4, onnx.TensorProto.UINT4)
     stored = [
         [t.raw_data for t in onnx.load(path).graph.initializer if t.data_type in four]

@@ -205,10 +205,10 @@ def test_the_whole_way(
     path = tmp_path / "quantized.onnx"
     torchq.export_onnx(read, tuple(feeds.values()), path, dynamo=dynamo)
     for count in (2, 3):  # the batch size stays open
-        found = run_file(path, *batch(count).values(), optimize=True)
+        actual = run_file(path, *batch(count).values(), optimize=True)
         with torch.no_grad():
-            wanted = read(*batch(count).values())
-        compare(found, wanted)
+            expected = read(*batch(count).values())
+        compare(actual, expected)
 
 
 def compare(found: list[Tensor], wanted: tuple[Tensor, ...]) -> None:

@@ -140,9 +140,9 @@ def test_zero_is_a_value_whatever_the_range() -> None:
         y = fake_quantize(torch.zeros(3), high, UINT8, amin=low)
         assert torch.equal(y, torch.zeros(3))
     # A range on one side of zero is widened to contain it.
-    found = Range(torch.tensor(5.1), torch.tensor(2.0)).qparams(UINT8)
-    assert found.scale == torch.tensor(5.1) / 255
-    assert found.zero_point == 0
+    actual = Range(torch.tensor(5.1), torch.tensor(2.0)).qparams(UINT8)
+    assert actual.scale == torch.tensor(5.1) / 255
+    assert actual.zero_point == 0
 
 
 def test_odd_values_and_dead_ranges() -> None:

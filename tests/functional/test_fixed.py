@@ -34,9 +34,9 @@ def with_gradient(x: Tensor, function: Any) -> tuple[Tensor, Tensor]:
 
 
 def assert_same(x: Tensor, fixed: Any, function: Any) -> None:
-    found = with_gradient(x, fixed)
+    actual = with_gradient(x, fixed)
     expected = with_gradient(x, function)
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         assert a.dtype is b.dtype
         assert a.stride() == b.stride()
         assert torch.equal(bits(a), bits(b))

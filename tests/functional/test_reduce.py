@@ -26,11 +26,11 @@ def groups_of(x: Tensor, granularity: Granularity) -> dict[int, list[float]]:
     """The elements of each group, by walking over all indices."""
     numbers = torch.arange(math.prod(granularity.amax_shape(x.shape)))
     numbers = numbers.view(granularity.amax_shape(x.shape))
-    found: dict[int, list[float]] = {}
+    actual: dict[int, list[float]] = {}
     for index in itertools.product(*map(range, x.shape)):
         number = int(numbers[group_of(index, granularity)])
-        found.setdefault(number, []).append(x[index].item())
-    return found
+        actual.setdefault(number, []).append(x[index].item())
+    return actual
 
 
 LAYOUTS = [(0, 1, 2), (0, 2, 1), (2, 0, 1), (2, 1, 0)]

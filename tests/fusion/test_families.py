@@ -199,8 +199,10 @@ def test_a_residual_block_with_the_names_of_branches_stays_and_its_norms_are_fol
 
 
 def test_every_family_has_a_row_and_no_row_is_left_over() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "fuse.md").read_text(encoding="utf-8")
-    rows = [line.split("|") for line in text.splitlines() if line.startswith("|")]
+    message = (Path(__file__).parents[2] / "docs" / "fuse.md").read_text(
+        encoding="utf-8"
+    )
+    rows = [line.split("|") for line in message.splitlines() if line.startswith("|")]
     table = [row for row in rows if len(row) == 6 and "`" in row[2]]
     listed = [name for row in table for name in re.findall(r"`([^`]+)`", row[2])]
     assert sorted(listed) == sorted(rule.name for rule in FAMILIES)

@@ -113,10 +113,10 @@ BEFORE = {
 
 def input_of(layers: nn.Sequential) -> Tensor:
     """Return an input of the dimensions that the layers ask for."""
-    text = repr(layers)
-    if "Linear" in text:
+    message = repr(layers)
+    if "Linear" in message:
         return image(5, 4)
-    dims = 1 if "1d(" in text else 3 if "3d(" in text else 2
+    dims = 1 if "1d(" in message else 3 if "3d(" in message else 2
     return image(2, 4, *(9, 8, 7)[:dims])
 
 
@@ -322,8 +322,8 @@ def test_report_reads_as_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
         in str(report)
     )
     assert report.fused[0].scale == pytest.approx(8.0, rel=1e-4)
-    text = r"refused 1; expected to merge everything. 3: its input comes from 2"
-    with pytest.raises(FuseError, match=text):
+    message = r"refused 1; expected to merge everything. 3: its input comes from 2"
+    with pytest.raises(FuseError, match=message):
         report.require_all()
 
 

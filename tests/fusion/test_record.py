@@ -37,10 +37,10 @@ from torchq.workflow import calibrate
 
 def structure(model: nn.Module) -> list[tuple[str, str, str]]:
     """Every module's path, class and arguments."""
-    found = [
+    actual = [
         (path, type(m).__name__, m.extra_repr()) for path, m in model.named_modules()
     ]
-    return [row for row in found if not row[1].startswith("Dropout")]
+    return [row for row in actual if not row[1].startswith("Dropout")]
 
 
 def small() -> nn.Sequential:

@@ -234,8 +234,8 @@ def test_layers_that_are_not_plain_numbers_are_refused(reason: str) -> None:
 
 
 def test_a_model_in_training_mode_is_an_error() -> None:
-    text = r"the model is in training mode; expected eval mode.* Call model.eval"
-    with pytest.raises(FuseError, match=text):
+    message = r"the model is in training mode; expected eval mode.* Call model.eval"
+    with pytest.raises(FuseError, match=message):
         fuse_(pair().train())
 
 
@@ -258,8 +258,8 @@ def test_failed_whole_model_check_leaves_everything_as_it_was() -> None:
     norm = model.bn
     weight = model.conv.weight
     state = copied(model)
-    text = "the fused model is off by 1.0e.00; expected at most 1e-04. The model is left as"
-    with pytest.warns(UserWarning, match=text):
+    message = "the fused model is off by 1.0e.00; expected at most 1e-04. The model is left as"
+    with pytest.warns(UserWarning, match=message):
         report = fuse_(model, torch.randn(2, 4, 5, 5))
     assert not report.applied
     assert report.error == pytest.approx(1.0, rel=1e-3)
@@ -269,8 +269,8 @@ def test_failed_whole_model_check_leaves_everything_as_it_was() -> None:
 
 def test_a_model_that_fails_without_its_batchnorm_is_left_as_it_was() -> None:
     model = randomized(Net(lambda m, x: m.bn(m.conv(x)) / m.bn.num_features))
-    text = "the fused model is off by inf; expected at most 1e-04. The model is left as it was"
-    with pytest.warns(UserWarning, match=text):
+    message = "the fused model is off by inf; expected at most 1e-04. The model is left as it was"
+    with pytest.warns(UserWarning, match=message):
         report = fuse_(model, torch.randn(2, 4, 5, 5))
     assert not report.applied
     assert "1 fused, 0 refused, model unchanged (comparison failed), whole" in str(
@@ -345,8 +345,8 @@ def test_a_single_layer_or_norm_as_the_model() -> None:
 
 
 def test_what_is_no_module_is_an_error() -> None:
-    text = r"got a FuseReport; expected a torch.nn.Module. It is changed in place and a report"
-    with pytest.raises(FuseError, match=text):
+    message = r"got a FuseReport; expected a torch.nn.Module. It is changed in place and a report"
+    with pytest.raises(FuseError, match=message):
         fuse_(fuse_(nn.ReLU()))
 
 

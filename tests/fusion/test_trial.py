@@ -39,8 +39,8 @@ def test_models_that_cannot_be_copied_are_an_error_that_names_the_module() -> No
         Refuses(),
     )
     model = nn.Sequential(nn.ReLU(), body).eval()
-    text = r"1\.2: got a Refuses that cannot be copied \(one of a kind\); expected one that"
-    with pytest.raises(FuseError, match=text):
+    message = r"1\.2: got a Refuses that cannot be copied \(one of a kind\); expected one that"
+    with pytest.raises(FuseError, match=message):
         fuse_(model)
 
 
@@ -110,11 +110,11 @@ def test_an_interrupted_fuse_leaves_the_model_as_it_was(
 def test_reports_are_wrapped_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     report = fuse_(nn.Sequential(*small(), nn.ReLU(), nn.BatchNorm2d(8)).eval())
-    text = str(report)
+    message = str(report)
     reason = report.reason("4")
-    assert max(map(len, text.splitlines())) <= 60
+    assert max(map(len, message.splitlines())) <= 60
     assert reason is not None
-    assert " ".join(reason.split()) in " ".join(text.split())
+    assert " ".join(reason.split()) in " ".join(message.split())
 
 
 class TwoInputs(Net):

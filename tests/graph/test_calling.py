@@ -153,8 +153,11 @@ def test_mappings_hold_keyword_arguments(kind: Any) -> None:
 
 
 def test_unknown_keys_are_named() -> None:
-    text = r"Optional.forward\(x, mask=None\): got a mapping with 'label'; expected keys among mask"
-    with pytest.raises(ConfigError, match=text):
+    message = (
+        r"Optional.forward\(x, mask=None\): got a mapping with 'label'; "
+        r"expected keys among mask"
+    )
+    with pytest.raises(ConfigError, match=message):
         call_arguments(Optional(), {"x": 1, "label": 2})
 
 

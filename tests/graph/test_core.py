@@ -33,14 +33,14 @@ def flows(model):
 
 def test_consumers_and_outputs():
     model = Net().eval()
-    found = flows(model)
-    for flow in found:
+    actual = flows(model)
+    for flow in actual:
         (conv,) = flow.calls_of(model.conv)
         assert sorted(call.name for call in flow.consumers(conv)) == ["act", "add"]
         assert len(flow.calls_of(model.act)) == 2
         assert conv.index not in flow.outputs
         assert {flow.calls[i].name for i in flow.outputs} >= {"head", "act"}
-    assert [flow.origin for flow in found] == ["fx", "recorder"]
+    assert [flow.origin for flow in actual] == ["fx", "recorder"]
 
 
 def test_recording_knows_ranks_and_leaves_no_trace():

@@ -31,10 +31,10 @@ class Net(nn.Module):
 @pytest.fixture
 def model() -> Net:
     torch.manual_seed(0)
-    found = Net().eval()
-    nn.init.uniform_(found.norm.running_mean)
-    nn.init.uniform_(found.norm.running_var, 0.5, 2)
-    return found
+    actual = Net().eval()
+    nn.init.uniform_(actual.norm.running_mean)
+    nn.init.uniform_(actual.norm.running_var, 0.5, 2)
+    return actual
 
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))

@@ -123,16 +123,16 @@ class Branching(nn.Module):
 def test_models_that_fx_cannot_follow_become_operators() -> None:
     model = Branching()
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    found = trace(model, X)
-    assert found.level == "aten"
-    assert "decides by the values of tensors" in found.lost[0]
-    assert "Sizes are those of the example" in found.lost[1]
+    actual = trace(model, X)
+    assert actual.level == "aten"
+    assert "decides by the values of tensors" in actual.lost[0]
+    assert "Sizes are those of the example" in actual.lost[1]
     assert model.training
     assert model.norm.training
     assert all(
         torch.equal(value, before[key]) for key, value in model.state_dict().items()
     )
-    runner = GraphRunner(found.graph_module)
+    runner = GraphRunner(actual.graph_module)
     model.eval()
     with torch.no_grad():
         assert torch.equal(runner.run(X), model(X))
@@ -147,11 +147,11 @@ def test_code_that_takes_another_branch_while_it_is_traced_becomes_operators() -
         def forward(self, x: Tensor) -> Tensor:
             return x + 1 if isinstance(x, Tensor) else x
 
-    found = trace(Typed(), X)
-    assert found.level == "aten"
-    assert "something else" in found.lost[0]
+    actual = trace(Typed(), X)
+    assert actual.level == "aten"
+    assert "something else" in actual.lost[0]
     assert torch.equal(
-        GraphRunner(found.graph_module).run(X),
+        GraphRunner(actual.graph_module).run(X),
         X + 1,
     )
 
@@ -164,10 +164,10 @@ class Scaling(nn.Module):
 def test_arguments_of_the_example_are_arguments_of_the_trace() -> None:
     net = Scaling()
     scale = torch.full((1,), 3.0)
-    found = trace(net, {"x": X, "scale": scale})
-    assert found.level == "module"
-    assert len(found.lost) == 1
-    got = GraphRunner(found.graph_module).run({"x": X, "scale": scale * 2})
+    actual = trace(net, {"x": X, "scale": scale})
+    assert actual.level == "module"
+    assert len(actual.lost) == 1
+    got = GraphRunner(actual.graph_module).run({"x": X, "scale": scale * 2})
     assert torch.equal(got, X * 6)
     fixed = trace(net, X)
     assert "Argument 'scale' is always None: other values are refused." in fixed.lost
@@ -199,12 +199,12 @@ def test_a_trace_leaves_what_a_forward_stores() -> None:
 
     model = Storing()
     names = set(vars(model))
-    found = trace(model, X)
+    actual = trace(model, X)
     assert model.last is None
     assert set(vars(model)) == names
-    assert isinstance(found.graph_module, fx.GraphModule)
+    assert isinstance(actual.graph_module, fx.GraphModule)
     assert torch.equal(
-        GraphRunner(found.graph_module).run(X),
+        GraphRunner(actual.graph_module).run(X),
         model.eval()(X),
     )
 

@@ -74,11 +74,11 @@ def test_maximum_is_quantized_for_runtimes_that_take_it(tmp_path: Path) -> None:
     first = model.quant_maximum
     a = model.first(X)
     b = model.second(X)
-    wanted = torch.maximum(
+    expected = torch.maximum(
         first.input_quantizer(a),
         first.other_quantizer(b),
     )
-    assert torch.equal(first(a, b), wanted)
+    assert torch.equal(first(a, b), expected)
     torchq.save(model, tmp_path / "m.pt")
     assert torch.equal(
         torchq.load(Maxout().eval(), tmp_path / "m.pt")(X),

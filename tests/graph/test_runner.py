@@ -62,13 +62,13 @@ def test_networks_give_the_values_of_the_eager_model(name: str) -> None:
     options = {"init_weights": False} if name == "googlenet" else {}
     model = getattr(torchvision.models, name)(weights=None, **options).eval()
     x = torch.randn(1, 3, 64, 64)
-    found = trace(model, x)
-    runner = GraphRunner(found.graph_module)
+    actual = trace(model, x)
+    runner = GraphRunner(actual.graph_module)
     with torch.no_grad():
         expected = model(x.clone())
-    assert found.level == "module"
+    assert actual.level == "module"
     assert torch.equal(runner.run(x), expected)
-    names = [n.name for n in found.graph_module.graph.nodes if n.op == "call_module"][
+    names = [n.name for n in actual.graph_module.graph.nodes if n.op == "call_module"][
         :12
     ]
     together = runner.run(x, outputs=names)
@@ -80,9 +80,9 @@ def test_the_structure_of_the_result_is_that_of_the_model(
     net: Net, runner: GraphRunner
 ) -> None:
     expected = net(X)
-    found = runner.run(X)
-    assert list(found) == ["logits", "features"]
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    actual = runner.run(X)
+    assert list(actual) == ["logits", "features"]
+    assert all(torch.equal(actual[key], expected[key]) for key in expected)
 
 
 @pytest.mark.parametrize("inputs", [X, (X,), [X], {"x": X}])
@@ -170,9 +170,9 @@ class ItemAssigning(nn.Module):
 def test_statements_that_overwrite_run_before_their_value_is_read(
     cls, level: str
 ) -> None:
-    found = trace(cls(), X)
-    runner = GraphRunner(found.graph_module)
-    assert found.level == level
+    actual = trace(cls(), X)
+    runner = GraphRunner(actual.graph_module)
+    assert actual.level == level
     assert torch.equal(
         runner.run(X, outputs="sin"),
         cls()(X),
@@ -226,23 +226,23 @@ def test_hooks_may_run_the_same_runner(net: Net, runner: GraphRunner) -> None:
 
 def test_threads_share_a_runner(net: Net, runner: GraphRunner) -> None:
     barrier = threading.Barrier(2)
-    found: dict[int, list[Tensor]] = {1: [], 2: []}
+    actual: dict[int, list[Tensor]] = {1: [], 2: []}
 
     def work(factor: int) -> None:
         def meet(value: Tensor) -> None:
             barrier.wait(10)
 
         for _ in range(10):
-            found[factor].append(
+            actual[factor].append(
                 runner.run(X * factor, outputs="head", hooks={"one.second": meet})
             )
 
-    threads = [threading.Thread(target=work, args=(factor,)) for factor in found]
+    threads = [threading.Thread(target=work, args=(factor,)) for factor in actual]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for factor, values in found.items():
+    for factor, values in actual.items():
         expected = net(X * factor)["logits"]
         assert len(values) == 10
         assert all(torch.equal(v, expected) for v in values)
@@ -273,21 +273,21 @@ def watched(runner: GraphRunner, alive: list[weakref.ref]) -> dict[str, object]:
 def test_values_are_freed_after_their_last_use() -> None:
     runner = GraphRunner(trace(Chain(), X).graph_module)
     alive: list[weakref.ref] = []
-    found = watched(runner, alive)
-    runner.run(X, hooks=found["hooks"])
-    assert found["counts"] == [1, 2, 2, 2, 2, 2]
+    actual = watched(runner, alive)
+    runner.run(X, hooks=actual["hooks"])
+    assert actual["counts"] == [1, 2, 2, 2, 2, 2]
     assert [ref() for ref in alive] == [None] * 6
 
 
 def test_values_are_freed_after_an_error() -> None:
     runner = GraphRunner(trace(Chain(), X).graph_module)
     alive: list[weakref.ref] = []
-    found = watched(runner, alive)
+    actual = watched(runner, alive)
     with pytest.raises(GraphError, match="reshape") as caught:
         runner.run(
             X[:, :5],
             outputs=["sin_2", "reshape"],
-            hooks=found["hooks"],
+            hooks=actual["hooks"],
         )
     held = [ref() is not None for ref in alive]
     # The traceback holds the arguments of the node that failed.
@@ -314,14 +314,14 @@ def test_a_range_runs_on_values_of_its_border(net: Net, runner: GraphRunner) -> 
 
 
 def test_figures_of_nodes(net: Net, runner: GraphRunner) -> None:
-    found = runner.trace_meta(X)
-    assert list(found) == list(runner.node_names)[: len(found)]
-    assert found["head"] == NodeMeta(
+    actual = runner.trace_meta(X)
+    assert list(actual) == list(runner.node_names)[: len(actual)]
+    assert actual["head"] == NodeMeta(
         "head", (2, 3), torch.float32, 2 * 3 * 4, 2 * 2 * 12 * 3
     )
-    assert found["add"] == NodeMeta("one", (2, 12), torch.float32, 2 * 12 * 4, 0)
-    assert found["x"].operations == 0
-    assert found["x"].shape == (2, 12)
+    assert actual["add"] == NodeMeta("one", (2, 12), torch.float32, 2 * 12 * 4, 0)
+    assert actual["x"].operations == 0
+    assert actual["x"].shape == (2, 12)
 
 
 # --- errors -------------------------------------------------------------------------------------
@@ -369,8 +369,8 @@ def test_wrong_arguments_are_named(runner: GraphRunner, arguments, text: str) ->
 
 def test_paths_of_several_values_are_refused() -> None:
     runner = GraphRunner(trace(Repeated(), (X, X)).graph_module)
-    text = r"'layers.0', which is called 2 times; .*: layers_0, layers_2"
-    with pytest.raises(ConfigError, match=text):
+    message = r"'layers.0', which is called 2 times; .*: layers_0, layers_2"
+    with pytest.raises(ConfigError, match=message):
         runner.run((X, X), outputs="layers.0")
     with pytest.raises(ConfigError, match=r"got 1 values; expected 2 for x, y"):
         runner.run(X)
@@ -388,12 +388,12 @@ def test_wrong_ranges_are_named(runner: GraphRunner) -> None:
 def test_a_failing_node_is_named_with_its_module_and_line(runner: GraphRunner) -> None:
     with pytest.raises(GraphError) as caught:
         runner.run(X[:, :7])
-    text = str(caught.value)
-    assert text.startswith('one.first (node one_first), File "')
-    assert "test_runner.py" in text
-    assert "return x + self.second(self.act(self.first(x)))" in text
-    assert "got RuntimeError: " in text
-    assert "mat1 and mat2 shapes cannot be multiplied" in text
+    message = str(caught.value)
+    assert message.startswith('one.first (node one_first), File "')
+    assert "test_runner.py" in message
+    assert "return x + self.second(self.act(self.first(x)))" in message
+    assert "got RuntimeError: " in message
+    assert "mat1 and mat2 shapes cannot be multiplied" in message
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 

@@ -62,23 +62,23 @@ def test_the_layer_equals_its_simulation(
         for name, mask in masks.items()
     }
     expected = copy.deepcopy(model).double()(*(x.double() for x in inputs), **wide)
-    found = int8(*inputs, **masks)
-    assert found[0].dtype is torch.float32
-    assert found[0].shape == expected[0].shape
+    actual = int8(*inputs, **masks)
+    assert actual[0].dtype is torch.float32
+    assert actual[0].shape == expected[0].shape
     # One code of the output projection, next to a tie, can change.
     flip = float(model.out_input_quantizer.scale) * float(
         model.out_proj.weight.detach().abs().max()
     )
     torch.testing.assert_close(
-        found[0].double(),
+        actual[0].double(),
         expected[0],
         rtol=0,
         atol=1e-5 + flip,
     )
-    assert (found[1] is None) == (expected[1] is None)
-    if found[1] is not None:  # behind integers without a tie: float32 alone
+    assert (actual[1] is None) == (expected[1] is None)
+    if actual[1] is not None:  # behind integers without a tie: float32 alone
         torch.testing.assert_close(
-            found[1].double(),
+            actual[1].double(),
             expected[1],
             rtol=0,
             atol=1e-5,
@@ -138,14 +138,14 @@ def test_transformers_of_torch_run_the_projections() -> None:
     int8 = torchq.deploy(model, given)
     with torch.no_grad():
         expected = model(**given)
-        found = int8(**given)
-        assert sqnr(found[~given["pad"]], expected[~given["pad"]]) > 40
+        actual = int8(**given)
+        assert sqnr(actual[~given["pad"]], expected[~given["pad"]]) > 40
         layers = [m for m in int8.modules() if isinstance(m, Int8Linear)]
         assert len(layers) == 4 * 4 + (2 + 2 + 2)
         for layer in layers:
             scale = layer.weight_scale
             layer.weight_scale = torch.zeros_like(scale)
-            assert not torch.equal(int8(**given), found)
+            assert not torch.equal(int8(**given), actual)
             layer.weight_scale = scale
 
 

@@ -55,9 +55,9 @@ def kernels(model: nn.Module) -> list[str]:
 def assert_agree(deployed: nn.Module, model: nn.Module, x: Tensor) -> None:
     # Float32 sums differ in their last bits, which may turn a code at a tie.
     with torch.no_grad():
-        found = deployed(x)
+        actual = deployed(x)
         expected = model(x)
-    assert (found - expected).norm() < 0.01 * expected.norm()
+    assert (actual - expected).norm() < 0.01 * expected.norm()
 
 
 def test_calls_have_kernels_or_a_note_why_not() -> None:

@@ -58,16 +58,16 @@ def test_a_trace_that_cannot_run_is_an_error_that_says_what_helps(
     images: Tensor,
 ) -> None:
     model = calibrated(Failing(), images)
-    text = r"the deployed model raises AttributeError: .*missing.*Pass target=.*\(fuse=False\)"
-    with pytest.raises(torchq.errors.ExportError, match=text):
+    message = r"the deployed model raises AttributeError: .*missing.*Pass target=.*\(fuse=False\)"
+    with pytest.raises(torchq.errors.ExportError, match=message):
         torchq.deploy(model, images)
 
 
 def test_a_gain_is_an_error_however_few_the_bits(images: Tensor) -> None:
     """With 2 bits it is less than what quantization itself makes."""
     model = calibrated(Evasive(1.01), images)
-    text = r"given the inputs of the simulation, result 0 differs, for the example"
-    with pytest.raises(torchq.errors.ExportError, match=text):
+    message = r"given the inputs of the simulation, result 0 differs, for the example"
+    with pytest.raises(torchq.errors.ExportError, match=message):
         torchq.deploy(model, images)
     coarse = model
     torchq.restore_(coarse)
@@ -79,7 +79,7 @@ def test_a_gain_is_an_error_however_few_the_bits(images: Tensor) -> None:
             (torchq.Rule("*", input=torchq.QuantDescriptor(8), weight=weight),)
         ),
     )
-    with pytest.raises(torchq.errors.ExportError, match=text):
+    with pytest.raises(torchq.errors.ExportError, match=message):
         torchq.deploy(coarse, images)
 
 
@@ -133,8 +133,8 @@ def test_a_tie_that_the_model_amplifies_is_no_error() -> None:
 
 def test_a_layer_that_computes_something_else_is_named() -> None:
     model, x = amplifying(200)
-    text = r"Given the inputs of the simulation, the input of second differs, .*. Pass target=.*"
-    with pytest.raises(torchq.errors.ExportError, match=text):
+    message = r"Given the inputs of the simulation, the input of second differs, .*. Pass target=.*"
+    with pytest.raises(torchq.errors.ExportError, match=message):
         torchq.deploy(model, x)
 
 

@@ -145,8 +145,11 @@ def test_what_records_calls_is_refused(
     images: Tensor, record: Callable[..., object]
 ) -> None:
     int8 = deployed(Residual(), images)
-    text = "got a deployed model inside torch.compile, torch.export or torch.jit.trace; expected a"
-    with pytest.raises(torchq.errors.ExportError, match=text):
+    message = (
+        "got a deployed model inside torch.compile, torch.export or torch.jit.trace; "
+        "expected a"
+    )
+    with pytest.raises(torchq.errors.ExportError, match=message):
         record(int8, images)
 
 
@@ -154,8 +157,8 @@ def test_what_records_calls_is_refused(
 
 
 def test_nothing_to_deploy() -> None:
-    text = "deploy: Sequential has no quantized layer; expected a calibrated model"
-    with pytest.raises(torchq.errors.ExportError, match=text):
+    message = "deploy: Sequential has no quantized layer; expected a calibrated model"
+    with pytest.raises(torchq.errors.ExportError, match=message):
         torchq.deploy(nn.Sequential(nn.ReLU()))
 
 
@@ -167,8 +170,8 @@ def test_uncalibrated_quantizers_are_named() -> None:
     torchq.quantize_(model, recipe())
     torchq.calibrate(model, progress=False)
     model[1].input_quantizer.set_amax(1.0)  # type: ignore[union-attr, operator]
-    text = r"no range is known for 0.input_quantizer; expected calibrated quantizers"
-    with pytest.raises(torchq.errors.ExportError, match=text):
+    message = r"no range is known for 0.input_quantizer; expected calibrated quantizers"
+    with pytest.raises(torchq.errors.ExportError, match=message):
         torchq.deploy(model)
 
 

@@ -37,9 +37,9 @@ def check_codes(quantizer: TensorQuantizer, *beyond: float) -> ByteQParams:
     codes = torch.arange(-300, 301).float()
     near = [(codes + offset) * qparams.scale for offset in (0.0, 0.3, -0.3, 0.5)]
     x = torch.cat([*near, torch.tensor(beyond)])
-    found = qparams.quantize(x)
-    assert found.dtype is torch.uint8
-    assert torch.equal(qparams.dequantize(found), quantizer(x))
+    actual = qparams.quantize(x)
+    assert actual.dtype is torch.uint8
+    assert torch.equal(qparams.dequantize(actual), quantizer(x))
     return qparams
 
 

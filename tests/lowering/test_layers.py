@@ -334,8 +334,8 @@ def test_dynamic_ranges_along_features_are_refused() -> None:
         x,
         config(input=D(dynamic=True, axis=1), weight=D(BITS, axis=0)),
     )
-    text = (
+    message = (
         r"got ranges along the features of \(3, 64\); expected one per token or tensor"
     )
-    with pytest.raises(torchq.errors.ExportError, match=text):
+    with pytest.raises(torchq.errors.ExportError, match=message):
         torchq.deploy(model)(x)

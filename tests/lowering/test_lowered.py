@@ -329,8 +329,8 @@ def test_a_clamp_becomes_bounds_of_codes(unsigned: Any, codes: tuple[int, int]) 
     layer = torchq.deploy(model).get_submodule("a")
     assert isinstance(layer, Int8Layer)
     assert layer.output_qparams is not None
-    found = layer.output_qparams
-    assert (found.zero_point, found.quant_min, found.quant_max) == (0, *codes)
+    actual = layer.output_qparams
+    assert (actual.zero_point, actual.quant_min, actual.quant_max) == (0, *codes)
 
 
 @pytest.mark.parametrize(

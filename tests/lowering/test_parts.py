@@ -78,11 +78,11 @@ class Dense(nn.Module):
         self.last = nn.Conv2d(32, 4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        found = [self.stem(x)]
+        actual = [self.stem(x)]
         for number, layer in enumerate(self.layers):
-            y = layer(torch.relu(torch.cat(found, 1)))
-            found.append(torch.relu(self.pool(y)) if number % 2 else y)
-        return self.last(torch.cat(found, 1))
+            y = layer(torch.relu(torch.cat(actual, 1)))
+            actual.append(torch.relu(self.pool(y)) if number % 2 else y)
+        return self.last(torch.cat(actual, 1))
 
 
 @pytest.mark.parametrize("target", [None, "tensorrt", "onnxruntime", "openvino"])
@@ -196,6 +196,6 @@ def test_a_class_that_refuses_to_be_copied_is_an_error(images: Tensor) -> None:
         nn.Conv2d(3, 3, 1),
     )
     calibrated(model, images)
-    text = r"deploy: got a Sequential that cannot be copied \(there is only one\); expected one"
-    with pytest.raises(torchq.errors.ExportError, match=text):
+    message = r"deploy: got a Sequential that cannot be copied \(there is only one\); expected one"
+    with pytest.raises(torchq.errors.ExportError, match=message):
         torchq.deploy(model)

@@ -102,12 +102,12 @@ def test_mse_is_better_than_the_whole_range(
         "mse", format=format, granularity=PerTensor(), symmetric=False
     )
     calibrator.collect(x)
-    found = calibrator.range()
+    actual = calibrator.range()
     searched = search_range(x, format, symmetric=False)
     largest = error(Range(x.max(), x.min()))
     # The histogram knows the centers of its bins alone. At 8 bits a code is four bins wide, which
     # is too coarse to tell errors that differ by a few percent.
-    assert error(searched) <= error(found) <= largest * (1.05 if bits == 8 else 1.0)
+    assert error(searched) <= error(actual) <= largest * (1.05 if bits == 8 else 1.0)
     assert bits == 8 or error(searched) < 0.7 * largest
 
 
@@ -181,8 +181,8 @@ def test_learned_ends_are_trained(generator: torch.Generator) -> None:
 
 def test_errors_name_what_is_wrong(generator: torch.Generator) -> None:
     q = TensorQuantizer(AFFINE)
-    text = r"got set_amax for uint8 .*; expected both ends. Use set_"
-    with pytest.raises(ConfigError, match=text):
+    message = r"got set_amax for uint8 .*; expected both ends. Use set_"
+    with pytest.raises(ConfigError, match=message):
         q.set_amax(1.0)
     with pytest.raises(
         ConfigError, match=r"got amin 0\.5; expected finite numbers <= 0"

@@ -112,11 +112,11 @@ def test_off_is_torch_and_observing_is_the_same_arithmetic(
     expected = module(*inputs, **masks)
     assert same(twin(*inputs, **masks), expected)
     set_modes(twin, "observe")
-    for found, want in zip(twin(*inputs, **masks), expected, strict=True):
-        assert (found is None) == (want is None)
+    for actual, want in zip(twin(*inputs, **masks), expected, strict=True):
+        assert (actual is None) == (want is None)
         if want is not None:
             # float32 sums of at most 12 terms below 10 in another order
-            torch.testing.assert_close(found, want, rtol=0, atol=5e-6)
+            torch.testing.assert_close(actual, want, rtol=0, atol=5e-6)
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -126,12 +126,12 @@ def test_unbatched(batch_first: bool) -> None:
     inputs = tokens(module, batched=False)
     set_modes(twin, "observe")
     mask = torch.tensor([False, False, False, False, True])
-    for found, want in zip(
+    for actual, want in zip(
         twin(*inputs, key_padding_mask=mask),
         module(*inputs, key_padding_mask=mask),
         strict=True,
     ):
-        torch.testing.assert_close(found, want, rtol=0, atol=5e-6)
+        torch.testing.assert_close(actual, want, rtol=0, atol=5e-6)
 
 
 def by_hand(
@@ -305,8 +305,8 @@ def test_transformers_of_torch(target: str | None, tmp_path: Path) -> None:
         assert report.skipped == ()
         assert len([d for d in report.replaced if d.weight]) == 10
         torchq.calibrate(model, [given], progress=False)
-        found = model(**given)
-        noise = (found - expected)[~given["pad"]].square().sum() / expected[
+        actual = model(**given)
+        noise = (actual - expected)[~given["pad"]].square().sum() / expected[
             ~given["pad"]
         ].square().sum()
         assert 1e-7 < noise < 1e-3  # 8 bits: measured 48 dB
@@ -320,10 +320,10 @@ def test_transformers_of_torch(target: str | None, tmp_path: Path) -> None:
         )
         for name in on:
             with torchq.disabled(model, name):
-                assert not torch.equal(model(**given), found), name
+                assert not torch.equal(model(**given), actual), name
         torchq.save(model, tmp_path / "m.pt")
         assert torch.equal(
-            torchq.load(Seq2Seq().eval(), tmp_path / "m.pt")(**given), found
+            torchq.load(Seq2Seq().eval(), tmp_path / "m.pt")(**given), actual
         )
         torchq.restore_(model)
         assert list(model.state_dict()) == keys
@@ -395,10 +395,10 @@ def test_padded_positions_have_the_results_that_torch_exports() -> None:
         assert not of_fused_kernel[padded].any()
         torchq.quantize_(model, progress=False)
         with torchq.disabled(model):
-            found = model(x, src_key_padding_mask=padded)
-    assert found[padded].any()
+            actual = model(x, src_key_padding_mask=padded)
+    assert actual[padded].any()
     # The order of sums in torch's two ways of attention.
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("options", CALLS, ids=range(len(CALLS)))

@@ -159,8 +159,8 @@ def test_old_style_weight_norm(norm: Any, generator: torch.Generator) -> None:
 
 
 def test_register_checks_its_class() -> None:
-    text = r"OwnLinear\): got .*Linear; expected a subclass of QuantModule and of it"
-    with pytest.raises(ConfigError, match=text):
+    message = r"OwnLinear\): got .*Linear; expected a subclass of QuantModule and of it"
+    with pytest.raises(ConfigError, match=message):
         register(OwnLinear)(nn.Linear)  # type: ignore[type-var]
     with pytest.raises(
         ConfigError,

@@ -290,11 +290,11 @@ def test_everything_else_simulates(how: Callable[[Any], Any]) -> None:
     given = input_of(model, layer, x)
     exact = evaluated(layer, given)
     with torch.no_grad(), how(model):
-        found = layer(given).detach()
+        actual = layer(given).detach()
     step = model.get_submodule(layer.rounded_by).scale
     assert torch.equal((exact / step).round() * step, exact)
-    assert not torch.equal((found / step).round() * step, found)
-    torch.testing.assert_close(found, exact, rtol=0, atol=0.51 * float(step))
+    assert not torch.equal((actual / step).round() * step, actual)
+    torch.testing.assert_close(actual, exact, rtol=0, atol=0.51 * float(step))
 
 
 def test_traced_and_exported_models_simulate() -> None:
@@ -357,10 +357,10 @@ def test_a_hook_may_change_what_a_quantizer_returns() -> None:
     handles.append(
         layer.input_quantizer.register_forward_hook(lambda _, i, out: out * 1.0001)
     )
-    found = evaluated(layer, given)
+    actual = evaluated(layer, given)
     assert len(seen) == 4
-    assert not torch.equal(found, expected)
-    torch.testing.assert_close(found, expected, rtol=0.01, atol=0.05)
+    assert not torch.equal(actual, expected)
+    torch.testing.assert_close(actual, expected, rtol=0.01, atol=0.05)
     for handle in handles:
         handle.remove()
     layer.weight_quantizer.register_forward_hook(lambda _, i, out: out * 0)
@@ -430,14 +430,14 @@ def test_sums_too_large_for_float32_are_added_in_parts(features: int) -> None:
     torchq.quantize_(model, target="onnxruntime", example=x, progress=False)
     torchq.calibrate(model, [x], correct=False, progress=False)
     assert model[0].rounded_by
-    found = evaluated(model[0], x)
+    actual = evaluated(model[0], x)
     expected = reference(
         model[0],
         x,
         model[2].input_quantizer,
         F.conv2d,
     )
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
 
 
 class Sum(nn.Module):
@@ -477,11 +477,11 @@ def test_sums_of_codes_are_rounded_as_a_kernel_does() -> None:
         (codes.double()[:, None] * ratio_a + second[None]).float().round().clamp(0, 255)
     )
     with torch.no_grad():
-        found = model(x, y)
-    assert torch.equal(found, expected)
+        actual = model(x, y)
+    assert torch.equal(actual, expected)
     first = (codes.double() * ratio_a + fixed).float().double()
     other_order = (codes.double() * ratio_b)[None] + first[:, None]
-    differs = found != other_order.float().round().clamp(0, 255)
+    differs = actual != other_order.float().round().clamp(0, 255)
     assert differs.nonzero().tolist() == [[131, 195]]
 
 
@@ -494,10 +494,10 @@ def test_products_of_codes_are_rounded_as_a_kernel_does() -> None:
         for scale, point in [(0.5, 3), (0.25, 128), (0.5, 101)]
     )
     products = torch.arange(-3.0, 253)[:, None] * torch.arange(-128.0, 128)
-    found = runtime.arithmetic.multiplies(a, b, c)(products.clone())
+    actual = runtime.arithmetic.multiplies(a, b, c)(products.clone())
     exact = products.double() * 0.25
-    assert torch.equal(found, (exact + 101).round() - 101)
-    assert not torch.equal(found, exact.round().float())  # every tie differs
+    assert torch.equal(actual, (exact + 101).round() - 101)
+    assert not torch.equal(actual, exact.round().float())  # every tie differs
 
 
 def test_sigmoids_are_looked_up_as_a_kernel_does() -> None:
@@ -538,9 +538,9 @@ def test_a_number_that_is_none_stays_none() -> None:
     assert all(layer.rounded_by for layer in model[:5])
     expected = evaluated(model, x)
     x[0] = torch.nan
-    found = evaluated(model, x)
-    assert bool(found[0].isnan().all())
-    assert torch.equal(found[1:], expected[1:])
+    actual = evaluated(model, x)
+    assert bool(actual[0].isnan().all())
+    assert torch.equal(actual[1:], expected[1:])
     assert evaluated(model, x[:0]).shape == (0, *expected.shape[1:])
 
 
@@ -554,11 +554,11 @@ def test_sums_are_scaled_in_one_product() -> None:
     step = scales[0]
     to = scales[1]
     sums = torch.arange(-30_000.0, 30_000.0).expand(64, -1)
-    found = runtime.arithmetic.rounds_products(step, to)(sums.clone())
+    actual = runtime.arithmetic.rounds_products(step, to)(sums.clone())
     factor = step.numpy() / to.numpy()
-    assert torch.equal(found, torch.from_numpy((sums.numpy() * factor).round()) * to)
+    assert torch.equal(actual, torch.from_numpy((sums.numpy() * factor).round()) * to)
     in_two_steps = (sums * step).div_(to).round_().mul_(to)
-    assert 0 < int((found != in_two_steps).sum()) < 0.01 * sums.numel()
+    assert 0 < int((actual != in_two_steps).sum()) < 0.01 * sums.numel()
 
 
 def test_kept_numbers_are_made_again_where_one_is_another() -> None:

@@ -156,8 +156,8 @@ def test_wiring_changes_the_forward_alone() -> None:
 def test_wiring_needs_the_operator() -> None:
     module = Gate()
     for site in ("@7", "add"):
-        text = f"Gate: its forward has no operator {site}; expected the code that was quantized"
-        with pytest.raises(QuantizationError, match=text):
+        message = f"Gate: its forward has no operator {site}; expected the code that was quantized"
+        with pytest.raises(QuantizationError, match=message):
             wired(module, torchq.nn.Add(), site)
     assert type(module) is Gate
     module.forward = module.forward  # type: ignore[method-assign]
@@ -232,18 +232,18 @@ def test_what_cannot_be_shared_is_refused() -> None:
         nn.Linear(4, 4),
     )
     torchq.quantize_(model)
-    text = (
+    message = (
         r"share_range_: '0\.\*' selects \['0\.input_quantizer'\]; expected at least two"
     )
-    with pytest.raises(ConfigError, match=text):
+    with pytest.raises(ConfigError, match=message):
         torchq.qat.share_range_(model, "0.*")
-    text = "share: 0 is QuantLinear; expected the path of a quantizer"
-    with pytest.raises(QuantizationError, match=text):
+    message = "share: 0 is QuantLinear; expected the path of a quantizer"
+    with pytest.raises(QuantizationError, match=message):
         share_quantizers_(model, ["0", "1"])
-    text = (
+    message = (
         r"share: 0\.weight_quantizer is int8 axis=0 max; expected int8 per-tensor max"
     )
-    with pytest.raises(ConfigError, match=text):
+    with pytest.raises(ConfigError, match=message):
         share_quantizers_(model, ["1.input_quantizer", "0.weight_quantizer"])
     with pytest.raises(ConfigError, match="expected a range per tensor"):
         share_quantizers_(model, ["1.weight_quantizer", "0.weight_quantizer"])

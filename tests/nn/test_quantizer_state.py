@@ -237,8 +237,8 @@ def test_a_checkpoint_of_a_quantized_layer_without_a_range_does_not_load_strictl
     }
     with pytest.raises(RuntimeError, match=rf'Missing key.*: "2\.{lost}\.amax"'):
         build().load_state_dict(part, strict=True)
-    found = build().load_state_dict(part, strict=False)
-    assert (found.missing_keys, found.unexpected_keys) == ([f"2.{lost}.amax"], [])
+    actual = build().load_state_dict(part, strict=False)
+    assert (actual.missing_keys, actual.unexpected_keys) == ([f"2.{lost}.amax"], [])
 
 
 def test_a_float_layer_of_a_checkpoint_leaves_the_ranges_as_they_are(
@@ -286,10 +286,10 @@ def lost_scales(count: int, descriptor: QuantDescriptor = QuantDescriptor()) -> 
     """Return scales that the range of their outermost codes gives back a last bit off."""
     scale = torch.rand(4000, generator=torch.Generator().manual_seed(0)) / 10 + 1e-3
     qparams = QParams(scale, torch.full_like(scale, 7), descriptor.format)
-    found = Range.of_qparams(qparams, symmetric=descriptor.symmetric).qparams(
+    actual = Range.of_qparams(qparams, symmetric=descriptor.symmetric).qparams(
         descriptor.format
     )
-    lost = scale[found.scale != scale]
+    lost = scale[actual.scale != scale]
     return lost[:count]
 
 
@@ -398,19 +398,19 @@ def test_gradients_pass_inside_and_compiled_code_agrees() -> None:
 def test_copies_checkpoints_and_casts_keep_the_scale(tmp_path: Path) -> None:
     model = network()
     x = torch.randn(5, 8, generator=torch.Generator().manual_seed(3))
-    wanted = model(x)
+    expected = model(x)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(twin(x), wanted)
+        assert torch.equal(twin(x), expected)
     torchq.save(model, tmp_path / "m.pt")
     loaded = torchq.load(
         nn.Sequential(nn.Linear(8, 6)),
         tmp_path / "m.pt",
     )
-    assert torch.equal(loaded(x), wanted)
+    assert torch.equal(loaded(x), expected)
     fresh = nn.Sequential(nn.Linear(8, 6))
     torchq.quantize_(fresh, torchq.recipes.int8(symmetric=False), progress=False)
     fresh.load_state_dict(model.state_dict())
-    assert torch.equal(fresh(x), wanted)
+    assert torch.equal(fresh(x), expected)
     assert set(fresh.state_dict()) == set(model.state_dict())
     scale = model[0].input_quantizer.scale
     assert torch.equal(copy.deepcopy(model).half()[0].input_quantizer.scale, scale)
@@ -467,13 +467,13 @@ def test_files_have_exactly_the_scale(dynamo: bool, tmp_path: Path) -> None:
         for node in file.graph.node
         if node.op_type == "Constant"
     ]
-    found = {
+    actual = {
         float(number)
         for value in stored
         if value.dtype == "float32"
         for number in value.flat
     }
-    assert {float(scale) for scale in lost_scales(7)} <= found
+    assert {float(scale) for scale in lost_scales(7)} <= actual
     assert torchq.verify_onnx(model, tmp_path / "m.onnx", [x], progress=False).ok
     read = torchq.from_onnx(tmp_path / "m.onnx")
     assert torch.equal(read(x), model(x))

@@ -98,17 +98,19 @@ def test_results_and_gradients_are_those_by_hand(
     ):
         x = sequence(layer.batch_first)
         state = tuple(part.requires_grad_() for part in zeros(layer, 3))
-        found, last = compute(x, state)
-        weight = torch.linspace(-1, 1, found.numel(), dtype=torch.float64).view_as(
-            found
+        actual, last = compute(x, state)
+        weight = torch.linspace(-1, 1, actual.numel(), dtype=torch.float64).view_as(
+            actual
         )
-        loss = (found * weight).sum() + sum(part.square().sum() for part in parts(last))
+        loss = (actual * weight).sum() + sum(
+            part.square().sum() for part in parts(last)
+        )
         layer.zero_grad()
         loss.backward()
         tensors = {"x": x, **dict(enumerate(state)), **dict(layer.named_parameters())}
         grads.append({name: tensor.grad.clone() for name, tensor in tensors.items()})
         grads[-1]["results"] = torch.cat(
-            [t.flatten() for t in (found, *parts(last))]
+            [t.flatten() for t in (actual, *parts(last))]
         ).detach()
     for name, one in grads[0].items():
         # Ranges are float32; the reference adds their gradients up step by step.
@@ -135,11 +137,11 @@ def test_packed_sequences(cls: type, options: dict[str, Any]) -> None:
     packed = pack_sequence(
         [x[:n, i] for i, n in enumerate(lengths)], enforce_sorted=False
     )
-    found, last = layer(packed, as_given(state))
-    assert isinstance(found, PackedSequence)
+    actual, last = layer(packed, as_given(state))
+    assert isinstance(actual, PackedSequence)
     keep = torch.arange(6).unsqueeze(1) < torch.tensor(lengths)
     expected = by_hand(layer, x * keep.unsqueeze(2), state, keep)
-    assert_close((pad_packed_sequence(found)[0], last), expected)
+    assert_close((pad_packed_sequence(actual)[0], last), expected)
 
 
 @pytest.mark.parametrize(("cls", "options"), CASES, ids=str)
@@ -192,8 +194,8 @@ def test_calibration_sees_every_hidden_state(cls: type) -> None:
         outputs = plain(x)[0]
     torchq.calibrate(layer, [x], progress=False)
     expected = (outputs[:-1, :, :7].abs().max(), outputs[1:, :, 7:].abs().max())
-    found = (layer.hidden_l0_quantizer.amax, layer.hidden_l0_reverse_quantizer.amax)
-    torch.testing.assert_close(found, expected)
+    actual = (layer.hidden_l0_quantizer.amax, layer.hidden_l0_reverse_quantizer.amax)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_dropout_between_levels_is_off_in_eval_mode() -> None:
@@ -236,8 +238,8 @@ def test_no_rows_and_no_steps(cls: type, hidden: str) -> None:
     layer = quantized(cls, {"bidirectional": True})
     for end in layer.suffixes(0):
         layer.quantizer(f"hidden{end}").mode = hidden
-    found, _ = layer(torch.zeros(3, 0, 5, dtype=torch.float64))
-    assert found.shape == (3, 0, 14)
+    actual, _ = layer(torch.zeros(3, 0, 5, dtype=torch.float64))
+    assert actual.shape == (3, 0, 14)
     with pytest.raises(
         QuantizationError, match="got a sequence of 0 steps; expected at least"
     ):

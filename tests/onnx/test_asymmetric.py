@@ -66,13 +66,13 @@ def test_files_compute_what_is_simulated(
     torchq.export_onnx(model, example, path, target=target, dynamo=False)
     report = torchq.verify_onnx(model, path, [example])
     assert report.ok, str(report)
-    for name, found in activation_qparams(load_model(path)).items():
+    for name, actual in activation_qparams(load_model(path)).items():
         scale, zero_point = quantizers(model)[name].calculate_qparams()
-        shift = 128 if not unsigned and not found.format.signed else 0
-        assert found.scale == scale
-        assert found.zero_point == zero_point + shift
+        shift = 128 if not unsigned and not actual.format.signed else 0
+        assert actual.scale == scale
+        assert actual.zero_point == zero_point + shift
         # The lowest value lies a little below 0, so no zero point is at an end of the codes.
-        assert found.quant_min < found.zero_point < found.quant_max
+        assert actual.quant_min < actual.zero_point < actual.quant_max
 
 
 def test_the_runtime_gets_the_same_numbers(
@@ -109,8 +109,8 @@ def test_power_of_two_scales_are_in_the_file(
 ) -> None:
     model = quantized(generator, power_of_two=True, unsigned=True)
     torchq.export_onnx(model, images(generator), path, dynamo=False)
-    for found in activation_qparams(load_model(path)).values():
-        assert torch.frexp(found.scale).mantissa == 0.5
+    for actual in activation_qparams(load_model(path)).values():
+        assert torch.frexp(actual.scale).mantissa == 0.5
     assert torchq.verify_onnx(model, path, [images(generator)]).ok
 
 

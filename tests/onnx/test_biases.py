@@ -69,9 +69,9 @@ def test_integer_kernels_compute_what_the_model_does(dynamo: bool, path: Path) -
     assert recorded(path) == {_NAME: [3, 5], "linear.weight_quantizer": [3, 5]}
     with torch.no_grad():
         expected = model(x)
-    found = run_file(path, x, optimize=True)[0]
+    actual = run_file(path, x, optimize=True)[0]
     # One code of a tensor may fall the other way; before, the outputs had nothing in common.
-    torch.testing.assert_close(found, expected, rtol=0.01, atol=0.01)
+    torch.testing.assert_close(actual, expected, rtol=0.01, atol=0.01)
     assert torchq.verify_onnx(model, path, [x], progress=False).ok
 
 
@@ -88,8 +88,8 @@ def test_other_channels_keep_scales_and_codes(path: Path, tmp_path: Path) -> Non
     assert recorded(plain) == {}
     one, other = (weight_in(file) for file in (path, plain))
     kept = [0, 2, 4, 6, 7]
-    for found, expected in zip(one, other, strict=True):
-        assert torch.equal(found[kept], expected[kept])
+    for actual, expected in zip(one, other, strict=True):
+        assert torch.equal(actual[kept], expected[kept])
     assert not one[0][3].any()
     assert other[0][3].any()
 

@@ -128,14 +128,14 @@ def test_quantizers_hold_the_scales_of_the_tensors_that_they_read(
     """The result of a folded norm has the name that it has behind the norm."""
     path, cache, scales = files
     model = quantized(path, torchq.runtimes.TensorRt(precision="float32"))
-    found = apply_calibration_cache(model, cache, (torch.randn(1, 16, 8, 8),))
+    actual = apply_calibration_cache(model, cache, (torch.randn(1, 16, 8, 8),))
     kinds = {node.output[0]: node.op_type for node in onnx.load(path).graph.node} | {
         "x": "input"
     }
-    assert {kinds[name] for name in found.values()} == {
+    assert {kinds[name] for name in actual.values()} == {
         *("input", "Relu", "BatchNormalization", "ReduceMean")
     }
-    for name, tensor in found.items():
+    for name, tensor in actual.items():
         assert float(model.get_submodule(name).scale) == scales[tensor]
     assert all(q.calibrated for q in quantizers(model).values() if q.quantizing)
 
@@ -149,10 +149,10 @@ def test_one_command_makes_a_file_without_data(
     out = tmp_path / "q.onnx"
     arguments = ["quantize", str(path), "--cache", str(cache), "--target", "tensorrt"]
     assert main([*arguments, "--export", str(out)]) == 0
-    text = capsys.readouterr().out
-    assert f"ranges from {cache}" in text
-    assert "--stronglyTyped" in text
-    assert "agrees" in text
+    message = capsys.readouterr().out
+    assert f"ranges from {cache}" in message
+    assert "--stronglyTyped" in message
+    assert "agrees" in message
     assert torchq.runtimes.tensorrt.check_file(out).ok
     assert main([*arguments, "--data", "photos"]) == 2
     assert (

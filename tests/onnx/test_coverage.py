@@ -34,8 +34,8 @@ def test_all_products_of_codes_count(tmp_path: Path) -> None:
     model = quantized(
         nn.Conv2d(3, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 9, 3, padding=1)
     )
-    found = exported(model, tmp_path / "net.onnx")
-    assert (found.share, found.layers, found.on_integers, found.reason) == (
+    actual = exported(model, tmp_path / "net.onnx")
+    assert (actual.share, actual.layers, actual.on_integers, actual.reason) == (
         1.0,
         2,
         2,
@@ -48,10 +48,10 @@ def test_products_are_weighed_by_their_number(tmp_path: Path) -> None:
         nn.Conv2d(3, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 9, 3, padding=1)
     )
     with torchq.disabled(model, "0.*"):
-        found = exported(model, tmp_path / "net.onnx")
-    assert found.share == 0.75
-    assert len(found.float_weights) == 1
-    assert found.reason.startswith("1 of its layers read a weight in float (")
+        actual = exported(model, tmp_path / "net.onnx")
+    assert actual.share == 0.75
+    assert len(actual.float_weights) == 1
+    assert actual.reason.startswith("1 of its layers read a weight in float (")
 
 
 def test_a_batchnorm_that_was_not_folded_keeps_its_layer_in_float(

@@ -56,7 +56,7 @@ def files(
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("damage")
     x = torch.randn(8, 3, 16, 16)
-    found = {}
+    actual = {}
     for target in (None, "onnxruntime"):
         model = Net()
         with torch.no_grad():  # Outputs of different size for each image.
@@ -71,8 +71,8 @@ def files(
             torchq.export_onnx(
                 model, x[:1], path, target=target, dynamo=False, output_names=["a", "b"]
             )
-        found[target or "plain"] = (model, path)
-    return found
+        actual[target or "plain"] = (model, path)
+    return actual
 
 
 class Editor:
@@ -443,11 +443,11 @@ def test_damage_is_found_and_named(
             model, tmp_path / "m.onnx", [torch.randn(8, 3, 16, 16)]
         )
     except ExportError as error:
-        text = str(error)
+        message = str(error)
     else:
         assert not report.ok, str(report)
-        text = str(report)
-    assert layer in text
+        message = str(report)
+    assert layer in message
 
 
 class Through(nn.Module):

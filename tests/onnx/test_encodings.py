@@ -74,8 +74,8 @@ def test_encodings_are_those_of_the_file_with_pairs(
     torchq.export_onnx(model, x, tmp_path / "pairs.onnx", target="qnn", progress=False)
     pairs = load_model(tmp_path / "pairs.onnx")
     plain = load_model(report.path)
-    found = read_encodings(report.encodings)
-    assert sorted(found) == sorted((*report.activations, *report.parameters))
+    actual = read_encodings(report.encodings)
+    assert sorted(actual) == sorted((*report.activations, *report.parameters))
     assert not nodes_of(plain, "QuantizeLinear", "DequantizeLinear")
     # What a layer's own quantizer of its result reads has no name of its own in the other file.
     of_results = [
@@ -92,12 +92,12 @@ def test_encodings_are_those_of_the_file_with_pairs(
     assert set(expected) < set(report.activations)
     assert len(others) == len(of_results) > 0
     assert sorted(
-        grid_of(found[name].stored(signed=False)) for name in others
+        grid_of(actual[name].stored(signed=False)) for name in others
     ) == sorted(of_results)
     for name, node in weight_nodes(pairs).items():
         expected[name.removesuffix("_quantizer")] = qparams_of(node)
     for name, qparams in expected.items():
-        ours = found[name].stored(signed=bool(qparams.quant_min))
+        ours = actual[name].stored(signed=bool(qparams.quant_min))
         assert ours.format == qparams.format and torch.equal(
             ours.scale, qparams.scale
         ), name
@@ -181,8 +181,8 @@ def test_encodings_on_the_float_file_give_the_codes_of_the_model(
 
     read = torchq.from_onnx(report.path)
     torchq.quantize_(read, target="qnn", example=x)
-    found = apply_encodings(read, report.encodings, x)
-    taken = {name for names in found.values() for name in names}
+    actual = apply_encodings(read, report.encodings, x)
+    taken = {name for names in actual.values() for name in names}
     assert taken == {*report.activations, *report.parameters}
     assert all(q.calibrated for q in quantizers(read).values() if q.quantizing)
     torchq.export_onnx(read, x, tmp_path / "q.onnx", **options)
@@ -215,7 +215,7 @@ def test_encodings_that_do_not_fit_are_one_error(path: Path) -> None:
     one = grids["relu"]
     few = torch.full((7,), 0.1)
     one_of_many = torch.full_like(grids["grow.weight"].scale, 3.0)
-    for change, text in (
+    for change, message in (
         (
             {"a": one},
             r"matches 0 of 8 quantizers; expected the ranges of this network. It has a,",
@@ -241,7 +241,7 @@ def test_encodings_that_do_not_fit_are_one_error(path: Path) -> None:
             "got asymmetric int8 with 24 scales",
         ),
     ):
-        with pytest.raises(CalibrationError, match=text):
+        with pytest.raises(CalibrationError, match=message):
             apply_encodings(read, change, x)
         assert not any(q.calibrated for q in quantizers(read).values())
     with pytest.raises(

@@ -73,14 +73,14 @@ def test_plan_file_and_evaluation_agree(form: str, recipe: str, tmp_path: Path) 
         not case.kernel or _has_one_convolution(model, operators)
     )
     with torch.no_grad():
-        found = model(x)
+        actual = model(x)
         other = model(x[:5])
     expected = session.run(session.feeds({"x": x}))[0]
     if case.kernel:
-        assert torch.equal(found, expected)
+        assert torch.equal(actual, expected)
         assert torch.equal(other, expected[:5])
     else:  # An island of floats: codes behind it may be one off, each of few.
-        differ = ((found - expected).abs() > 1e-4 * expected.abs().max()).float()
+        differ = ((actual - expected).abs() > 1e-4 * expected.abs().max()).float()
         assert float(differ.mean()) < 0.1
 
 
@@ -205,13 +205,13 @@ def test_other_shapes_than_the_example_compute_too(shape: tuple[int, ...]) -> No
     model, _, _ = calibrated(FORMS["function of windows"], "int8")
     x = torch.randn(shape, generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        found = model(x)
+        actual = model(x)
         last = model(x.contiguous(memory_format=torch.channels_last))
-    assert found.shape == (shape[0], 5)
-    assert torch.equal(found, last)
+    assert actual.shape == (shape[0], 5)
+    assert torch.equal(actual, last)
     with torch.enable_grad():
         simulated = model(x).detach()
-    torch.testing.assert_close(found, simulated, rtol=0.1, atol=0.1)
+    torch.testing.assert_close(actual, simulated, rtol=0.1, atol=0.1)
 
 
 # --- formulas -----------------------------------------------------------------------------------
@@ -291,10 +291,10 @@ def test_averages_of_values_follow_the_kernel(name: str) -> None:
         windows = windows_of_call(name, arguments, {}, x.shape)
         assert windows is not None
         codes = x.float() - float(of.zero_point)
-        found = arithmetic.averages(of, to, windows)(codes.clone()) / to.scale
+        actual = arithmetic.averages(of, to, windows)(codes.clone()) / to.scale
         point = float(to.zero_point)
         assert torch.equal(
-            (found.round() + point).clamp(0, 255),
+            (actual.round() + point).clamp(0, 255),
             expected.float(),
         )
         means = windows.sums(codes * of.scale) / windows.counts(codes)
@@ -333,9 +333,9 @@ def test_a_number_that_repeats_is_the_second_operand(
         (y.float() - float(second.zero_point)) * second.scale,
     )
     with torch.no_grad():
-        found = after.codes(add(*values))
+        actual = after.codes(add(*values))
     expected = node_session("Add", {}, [first, second, to], x, y)
-    assert torch.equal(found, expected.float())
+    assert torch.equal(actual, expected.float())
 
 
 _BYTES = torchq.QuantDescriptor(8, symmetric=False, unsigned=True)

@@ -180,9 +180,11 @@ def test_integer_operators_follow_the_rules(
     torchq.export_onnx(model, x[:1], path, target="onnxruntime", dynamo=False)
     seen = computed(path, x, tmp_path / "optimized.onnx")
     assert sum(seen.values()) == 0, seen
-    wanted = {"QLinearConv", "QuantizeLinear"}
-    wanted |= {"QLinearAdd", "QLinearConcat"} if network is Residual else {"QLinearMul"}
-    assert wanted <= set(seen)
+    expected = {"QLinearConv", "QuantizeLinear"}
+    expected |= (
+        {"QLinearAdd", "QLinearConcat"} if network is Residual else {"QLinearMul"}
+    )
+    assert expected <= set(seen)
 
 
 def computed(path: Path, x: Tensor, optimized: Path) -> Counter[str]:
@@ -199,8 +201,8 @@ def computed(path: Path, x: Tensor, optimized: Path) -> Counter[str]:
     outputs = [value.name for value in session.get_outputs()]
     arrays: dict[str, Any] = {session.get_inputs()[0].name: x.numpy()}
     arrays |= {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
-    found = session.run(outputs, {session.get_inputs()[0].name: x.numpy()})
-    arrays |= dict(zip(outputs, found, strict=True))
+    actual = session.run(outputs, {session.get_inputs()[0].name: x.numpy()})
+    arrays |= dict(zip(outputs, actual, strict=True))
     wrong: Counter[str] = Counter()
     for node in nodes:
         attributes = {

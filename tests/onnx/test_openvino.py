@@ -588,9 +588,9 @@ def test_layers_of_as_many_channels_compute_in_integers(path: Path) -> None:
     torchq.export_onnx(
         model, x, path, target="openvino", dynamo=False, dynamic_batch=True
     )
-    found = kernels(path, tuple(x.shape))
-    assert len(found) == 2
-    assert all(kernel.endswith("i8") for kernel in found), found
+    actual = kernels(path, tuple(x.shape))
+    assert len(actual) == 2
+    assert all(kernel.endswith("i8") for kernel in actual), actual
 
 
 def test_what_is_compared_runs_the_kernels_of_a_session_of_the_users(

@@ -140,8 +140,8 @@ def test_zeros_become_pads(target: Any, dynamo: bool, path: Path) -> None:
     )
     model = exported(model, x, path, target, dynamo=dynamo)
     assert pads(path) == [[1] * 4, [3, 1, 4, 2]]
-    found = torchq.verify_onnx(model, path, [x, images(1, 16, 12, 10)])
-    assert found.ok, str(found)
+    actual = torchq.verify_onnx(model, path, [x, images(1, 16, 12, 10)])
+    assert actual.ok, str(actual)
     onnx.checker.check_model(path, full_check=True)
     # Behind a ReLU the file's grid is finer.
     assert sqnr(run_file(path, x)[0], model(x)) > 35
@@ -226,8 +226,8 @@ def test_codes_behind_other_numbers(target: str, value: float, path: Path) -> No
         nn.Conv2d(8, 4, 2),
     )
     model = exported(nn.Sequential(*layers, torchq.nn.QuantIdentity()), x, path, target)
-    found = torchq.verify_onnx(model, path, [x])
-    assert found.ok
+    actual = torchq.verify_onnx(model, path, [x])
+    assert actual.ok
     assert sqnr(run_file(path, x)[0], model(x)) > 35
     codes = activation_qparams(load_model(path))["3.input_quantizer"]
     assert codes.has_zero_point(codes.quant_min) is (value > 0)
@@ -416,7 +416,7 @@ def test_engines_open_usual_shapes_apart(
     deployed = torchq.deploy(model, x, target=engine)
     opened.clear()
     deployed._reset()
-    found = []
+    actual = []
     for shape in (
         (1, 3, 16, 16),
         (2, 3, 16, 16),
@@ -426,10 +426,10 @@ def test_engines_open_usual_shapes_apart(
     ):
         y = images(*shape)
         assert sqnr(deployed(y), model(y)) > 25
-        found.append(list(opened))
+        actual.append(list(opened))
     # OpenVINO opens a graph for this number of images alone.
     second = [0] if engine == "onnxruntime" else [0, 2]
-    assert found == [[0], second, [0, 2], [0, 2], [0, 2]]
+    assert actual == [[0], second, [0, 2], [0, 2], [0, 2]]
 
 
 def graphs_opened(engine: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -46,12 +46,12 @@ def made(recipe: str, path: Path, dynamo: bool = True) -> tuple[nn.Module, Tenso
 def other_scales(model: nn.Module, path: Path) -> list[str]:
     """Return the quantizers whose scales are other float32 numbers in the file."""
     file = load_model(path)
-    found = activation_qparams(file)
-    found |= {name: qparams_of(node) for name, node in weight_nodes(file).items()}
-    own = {name: model.get_submodule(name.partition("#")[0]).scale for name in found}
+    actual = activation_qparams(file)
+    actual |= {name: qparams_of(node) for name, node in weight_nodes(file).items()}
+    own = {name: model.get_submodule(name.partition("#")[0]).scale for name in actual}
     same = {
         n: torch.equal(own[n].detach().flatten(), q.scale.flatten())
-        for n, q in found.items()
+        for n, q in actual.items()
     }
     assert len(same) > 10
     return [name for name, is_same in same.items() if not is_same]
@@ -356,11 +356,11 @@ def test_a_form_that_the_plan_fixed_stays_and_a_contradiction_is_a_warning() -> 
 
 def test_tensorrt_has_signed_codes_and_rules_that_fix_unsigned_ones_stay() -> None:
     x = torch.randn(2, 3, 8, 8)
-    for unsigned, wanted in (("auto", False), (True, True), (False, False)):
+    for unsigned, expected in (("auto", False), (True, True), (False, False)):
         model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)).eval()
         config = torchq.recipes.integer(8, 8, unsigned=unsigned)
         plan = torchq.plan(model, config, target="tensorrt", example=x)
-        assert plan.decision("2").input.unsigned is wanted
+        assert plan.decision("2").input.unsigned is expected
         assert plan.decision("2").unsigned == ()
 
 

@@ -192,13 +192,13 @@ def test_a_function_of_codes_may_have_one_code_at_a_border(
 ) -> None:
     """A small tensor holds the same input code many times, so its result differs as often."""
     expected = torch.arange(128.0).repeat(10)
-    found = expected.clone()
+    actual = expected.clone()
     for code in moved:
-        found[expected == code] += 1
+        actual[expected == code] += 1
     share = exposed.APPROXIMATE_SHARE
     codes = Codes("gate_quantizer", "", Behind((), share), {})
-    codes.add(expected, found, torch.float32)
+    codes.add(expected, actual, torch.float32)
     assert codes.result().ok is ok
     behind_a_layer = Codes("gate_quantizer", "", Behind(("conv",), share), {})
-    behind_a_layer.add(expected, found, torch.float32)
+    behind_a_layer.add(expected, actual, torch.float32)
     assert behind_a_layer.result().ok is (not moved)

@@ -50,9 +50,9 @@ def test_a_soft_weight_starts_at_the_weight_and_ends_on_the_grid() -> None:
 def test_a_soft_weight_of_a_rounded_layer_rounds_to_its_weight() -> None:
     """Also where the rounding is several values of the grid away from what was wanted."""
     model = calibrated(bits=(3, 8))
-    wanted = model[0].weight.detach().flatten(1)[None].double()
+    expected = model[0].weight.detach().flatten(1)[None].double()
     gptq_(model, batches(), progress=False)
-    soft = SoftWeight.of(model[0], wanted)
+    soft = SoftWeight.of(model[0], expected)
     scale = grid_of(model[0]).scale.view(8, 3, 3, 3)
     assert torch.equal(soft.rounded(), model[0].weight)
     far = (soft.value() - model[0].weight).abs() / scale

@@ -124,13 +124,13 @@ def test_replayed_runs_equal_runs_of_the_whole_model() -> None:
     """The head sees what it sees in a whole run, in float and quantized."""
     model = quantized(Net())
     seen: dict[str, list[Tensor]] = {"float": [], "quantized": []}
-    for kind, found in seen.items():
+    for kind, actual in seen.items():
         with (
             torch.no_grad(),
             torchq.disabled(model) if kind == "float" else torch.no_grad(),
         ):
             handle = model.head.register_forward_pre_hook(
-                lambda _, args, f=found: f.append(args[0])
+                lambda _, args, f=actual: f.append(args[0])
             )
             for batch in batches():
                 model(batch)
@@ -141,8 +141,8 @@ def test_replayed_runs_equal_runs_of_the_whole_model() -> None:
             for kind in ("float", "quantized"):
                 replay.finish(number, kind)  # type: ignore[arg-type]
         last = len(names) - 1
-        for kind, found in seen.items():
-            for index, expected in enumerate(found):
+        for kind, actual in seen.items():
+            for index, expected in enumerate(actual):
                 got = replay.run(last, index, kind, ["head"], until="inputs")  # type: ignore
                 assert torch.equal(got.inputs["head"], expected)
                 assert got.outputs == {}
@@ -242,19 +242,19 @@ def rounded(
 ) -> tuple[set[int], dict[str, Any]]:
     """Return the blocks whose outputs were forgotten, and the values of the rounded model."""
     model = Given(run).eval()
-    found = set()
+    actual = set()
     torchq.quantize_(model, torchq.recipes.integer(3, None, weight_method="max"))
     forget = Replay._forget
 
     def noted(replay: Replay, number: int, index: int) -> None:
-        found.add(number)
+        actual.add(number)
         forget(replay, number, index)
 
     with monkeypatch.context() as patched:
         patched.setattr(Replay, "_forget", noted)
         report = gptq_(model, [X, X + 1], block="blocks.*", progress=False)
     assert len(report.layers) == 8
-    return found, model.state_dict()
+    return actual, model.state_dict()
 
 
 @pytest.mark.parametrize(
@@ -268,8 +268,8 @@ def rounded(
 def test_what_nothing_reads_is_forgotten(
     run: Any, forgotten: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, state = rounded(run, monkeypatch)
-    assert found == forgotten
+    actual, state = rounded(run, monkeypatch)
+    assert actual == forgotten
     monkeypatch.setattr(Replay, "_last_readers", lambda self, blocks: {})
     nothing, expected = rounded(run, monkeypatch)
     assert nothing == set()

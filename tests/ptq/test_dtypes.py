@@ -56,8 +56,8 @@ def outputs(model: nn.Module, dtype: torch.dtype) -> Tensor:
 
 
 def error(model: nn.Module, expected: Tensor, dtype: torch.dtype) -> float:
-    found = outputs(model, dtype)
-    return ((found - expected).norm() / expected.norm()).item()
+    actual = outputs(model, dtype)
+    return ((actual - expected).norm() / expected.norm()).item()
 
 
 def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
@@ -107,12 +107,12 @@ def test_what_precedes_calibration_keeps_the_float_output(
     with torchq.disabled(model):
         expected = outputs(model, dtype)
         BEFORE[name](model, batches(dtype))
-        found = outputs(model, dtype)
+        actual = outputs(model, dtype)
     changed = [
         n for n, p in model.named_parameters() if not p.equal(floats.get_parameter(n))
     ]
     assert changed
-    assert (found - expected).norm() <= MOST_CHANGE[dtype] * expected.norm()
+    assert (actual - expected).norm() <= MOST_CHANGE[dtype] * expected.norm()
     assert dtypes_of(model) == dtypes_of(floats)
 
 

@@ -67,9 +67,9 @@ def test_rounding_equals_the_equations_of_the_paper(columns: int) -> None:
     h = h + 0.1 * torch.eye(columns)
     order = h.diagonal().argsort(descending=True, stable=True).tolist()
     expected = optimal_brain_quantizer(weight, h, grid, order)
-    found = weight.clone()
-    round_rows_(found, Elimination.of(h), grid)
-    assert torch.equal(found, expected)
+    actual = weight.clone()
+    round_rows_(actual, Elimination.of(h), grid)
+    assert torch.equal(actual, expected)
     assert not torch.equal(expected, grid.nearest(weight))
 
 
@@ -94,10 +94,10 @@ def test_rounding_is_close_to_the_best_of_all_roundings() -> None:
         h = h + 0.01 * torch.eye(4)
         gptq = weight.clone()
         round_rows_(gptq, Elimination.of(h), grid)
-        found = descend(gptq, weight, h, grid)
+        actual = descend(gptq, weight, h, grid)
         error = {
             n: quadratic_error(q - weight, h)
-            for n, q in [("gptq", gptq), ("found", found)]
+            for n, q in [("gptq", gptq), ("found", actual)]
         }
         error["nearest"] = quadratic_error(grid.nearest(weight) - weight, h)
         error["best"] = brute_force(weight, h, grid)
@@ -120,10 +120,10 @@ def test_searched_ranges_never_lose_to_nearest_rounding(group_size: int | None) 
             )
             quantizer.calibrate_on(layer.weight)
         solved = [Elimination.of(h)]
-        found, amax = round_with_best_ranges(
+        actual, amax = round_with_best_ranges(
             layer, weight[None].clone(), h[None], solved
         )
-        error = quadratic_error(found[0] - weight, h)
+        error = quadratic_error(actual[0] - weight, h)
         with_found = quadratic_error(
             grid_of(layer, amax).nearest(weight)[0] - weight, h
         )
@@ -131,7 +131,7 @@ def test_searched_ranges_never_lose_to_nearest_rounding(group_size: int | None) 
         assert bool((error <= with_found + 1e-12).all())
         if group_size is None:
             assert bool((error <= with_largest + 1e-12).all())
-        assert torch.equal(grid_of(layer, amax).nearest(found), found)
+        assert torch.equal(grid_of(layer, amax).nearest(actual), actual)
 
 
 def test_ridge_regression_solves_the_stacked_least_squares_problem() -> None:
@@ -141,11 +141,11 @@ def test_ridge_regression_solves_the_stacked_least_squares_problem() -> None:
     start = torch.randn(2, 5, generator=generator, dtype=torch.float64)
     xx = x @ x.T / 50
     tx = t @ x.T / 50
-    found = ridge_regression(start, xx, tx, 0.1)
+    actual = ridge_regression(start, xx, tx, 0.1)
     root = (0.1 * xx.diagonal().mean() * 50).sqrt()
     rows = torch.cat([x.T, root * torch.eye(5)])
     expected = torch.linalg.lstsq(rows, torch.cat([t.T, root * start.T])).solution.T
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
     assert torch.equal(xx, x @ x.T / 50), "the moments are as before"
 
 
@@ -170,13 +170,13 @@ def test_reported_errors_are_those_of_the_outputs(bias: bool) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(6, 4, bias=bias)
     x = torch.rand(50, 6) + 1
-    wanted = layer(x).detach().double()
+    expected = layer(x).detach().double()
     model = nn.Sequential(layer)
     torchq.quantize_(model, torchq.recipes.integer(2, None, weight_method="max"))
     torchq.workflow.calibrate_weights(model)
-    variance = (wanted - wanted.mean(0)).square().sum()
-    errors = [(model(x).double() - wanted).square().sum() / variance]
+    variance = (expected - expected.mean(0)).square().sum()
+    errors = [(model(x).double() - expected).square().sum() / variance]
     report = torchq.ptq.gptq_(model, [x], progress=False).layers["0"]
-    errors.append((model(x).double() - wanted).square().sum() / variance)
-    found = report.error_before, report.error_after
-    assert found == pytest.approx([error.item() for error in errors], rel=1e-3)
+    errors.append((model(x).double() - expected).square().sum() / variance)
+    actual = report.error_before, report.error_after
+    assert actual == pytest.approx([error.item() for error in errors], rel=1e-3)

@@ -141,12 +141,12 @@ def test_every_layer_is_whole(function: Any) -> None:
             with pytest.raises(KeyboardInterrupt), Interrupt(place):
                 run(model)
         said |= {str(warning.message) for warning in caught}
-        found = state(model)
+        actual = state(model)
         for layer in ("1", "3", "5"):
 
             def own(name: str, layer: str = layer) -> bool:
                 return name.startswith(f"{layer}.")
 
-            assert any(same(found, one, own) for one in states), (place, layer)
-    text = "ended after 2 of 3 layers, which keep their new weights; the others are as before"
-    assert f"{function.__name__}: {text}" in said
+            assert any(same(actual, one, own) for one in states), (place, layer)
+    message = "ended after 2 of 3 layers, which keep their new weights; the others are as before"
+    assert f"{function.__name__}: {message}" in said

@@ -76,13 +76,13 @@ BATCHES: dict[str, tuple[Any, type[TorchqError], str]] = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_bad_batches_are_named(name: str, kind: str) -> None:
     build, function = FUNCTIONS[name]
-    batches, error, text = BATCHES[kind]
+    batches, error, message = BATCHES[kind]
     model = build()
     # Products of finite inputs and weights overflow.
     if kind == "too large to multiply":
         with torch.no_grad():
             model[0].weight.mul_(1e39 if name == "smooth_" else 1e3)
-    with unchanged(model), pytest.raises(error, match=text):
+    with unchanged(model), pytest.raises(error, match=message):
         function(model, batches)
 
 
@@ -136,17 +136,17 @@ def test_models_in_another_state_are_refused(name: str) -> None:
     build, function = FUNCTIONS[name]
     with pytest.raises(ConfigError, match=f"{name}: got no "):
         function(net(), [GOOD])
-    text = "0.input_quantizer has no range yet"
-    text = "got a calibrated model" if build is normed else text
+    message = "0.input_quantizer has no range yet"
+    message = "got a calibrated model" if build is normed else message
     model = quantized(ready=build is normed)
-    with unchanged(model), pytest.raises(ConfigError, match=f"{name}: {text}"):
+    with unchanged(model), pytest.raises(ConfigError, match=f"{name}: {message}"):
         function(model, [GOOD])
 
 
 def test_outputs_that_overflow_are_no_equalization() -> None:
     model = net()
-    text = "equalize_: the float output changed by nan"
-    with unchanged(model), pytest.raises(QuantizationError, match=text):
+    message = "equalize_: the float output changed by nan"
+    with unchanged(model), pytest.raises(QuantizationError, match=message):
         equalize_(model, GOOD * torch.inf)
 
 

@@ -53,11 +53,11 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:
-    found = {}
+    actual = {}
     for name, value in model.state_dict().items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value
-        found[name] = whole.detach().clone()
-    return found
+        actual[name] = whole.detach().clone()
+    return actual
 
 
 def main(folder: Path) -> None:

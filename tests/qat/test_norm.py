@@ -75,9 +75,9 @@ def test_a_batch_with_labels_changes_the_statistics_alone() -> None:
     torchq.quantize_(model)
     before = copy.deepcopy(model.state_dict())
     reestimate_bn_(model, [(torch.randn(4, 1, 6, 6), torch.zeros(4))], progress=False)
-    found = model.state_dict()
+    actual = model.state_dict()
     changed = {
-        key for key, value in found.items() if not torch.equal(value, before[key])
+        key for key, value in actual.items() if not torch.equal(value, before[key])
     }
     assert changed == {
         f"1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")

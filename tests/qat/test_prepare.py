@@ -30,10 +30,10 @@ def test_it_equals_the_single_calls() -> None:
     prepared = prepare(model, batches, recipe, lr=0.1, num_batches=3, progress=False)
     assert prepared.model is model
     assert model.training
-    found = model.state_dict()
+    actual = model.state_dict()
     expected = by_hand.state_dict()
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], expected[key]) for key in found)
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[key], expected[key]) for key in actual)
     groups = param_groups(model, lr=0.1, weight_decay=1e-4)
     assert [g["name"] for g in prepared.param_groups] == [g["name"] for g in groups]
     assert prepared.batchnorms == ("stem.1", "left.1", "right.1")
@@ -41,14 +41,14 @@ def test_it_equals_the_single_calls() -> None:
 
 
 def test_str_says_what_was_done() -> None:
-    text = str(
+    message = str(
         prepare(ConvNet().eval(), labelled(), torchq.recipes.w4a4(), progress=False)
     )
-    assert "4 quantized, 0 skipped, recipe w4a4" in text
-    assert "8 ranges from 4 batches" in text
-    assert "ranges (lr 0.01, decay 0)" in text
-    assert "BatchNorm: 3 layers train along" in text
-    assert "no target: a file will lack the quantizers between layers" in text
+    assert "4 quantized, 0 skipped, recipe w4a4" in message
+    assert "8 ranges from 4 batches" in message
+    assert "ranges (lr 0.01, decay 0)" in message
+    assert "BatchNorm: 3 layers train along" in message
+    assert "no target: a file will lack the quantizers between layers" in message
     told = prepare(
         ConvNet().eval(),
         labelled(),
@@ -79,10 +79,10 @@ def test_a_call_that_fails_changes_nothing() -> None:
     with pytest.raises(CalibrationError):
         prepare(model, batches, progress=False)
     assert [type(m) for m in model.modules()] == [type(m) for m in before.modules()]
-    found = model.state_dict()
+    actual = model.state_dict()
     expected = before.state_dict()
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], expected[key]) for key in found)
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[key], expected[key]) for key in actual)
     assert not isinstance(model.stem[0], QuantConv2d)
     assert model.training
 

@@ -111,13 +111,13 @@ def test_gradients_of_both_ends_by_finite_differences(
     step = 1e-6
     differences = []
     for index in range(ends[end].numel()):
-        found = []
+        actual = []
         for delta in (step, -step):
             moved = {n: value.clone() for n, value in ends.items()}
             moved[end].view(-1)[index] += delta
             y = surrogate(parts, *aligned(moved), 15, error)
-            found.append((d.granularity.join(y, x.shape) * weight).sum())
-        differences.append((found[0] - found[1]) / (2 * step))
+            actual.append((d.granularity.join(y, x.shape) * weight).sum())
+        differences.append((actual[0] - actual[1]) / (2 * step))
     grad = getattr(quantizer, end).grad
     expected = torch.stack(differences).view_as(grad).float()
     # The gradient is float32, as the range is.
@@ -149,9 +149,9 @@ def test_a_learned_range_below_zero_is_exported_as_zeros(tmp_path: Path) -> None
     )
     torchq.export_onnx(model, x, tmp_path / "model.onnx", progress=False, dynamo=False)
     session = runtime.InferenceSession(tmp_path / "model.onnx")
-    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    (actual,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     # One sum of four products in another order.
-    torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(torch.from_numpy(actual), expected, rtol=1e-6, atol=1e-6)
 
 
 ENDS = [(0.0,), (-0.3,), (0.0, 0.0), (-0.3, 0.3), (0.5, 0.0), (0.0, -0.5)]

@@ -53,9 +53,9 @@ def test_a_resumed_run_equals_the_whole_one_bit_for_bit(stop: int) -> None:
     resumed = sgd(second)
     resumed.load_state_dict(saved[1])
     train(second, stop, 6, resumed)
-    found = second.state_dict()
+    actual = second.state_dict()
     expected = whole.state_dict()
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert all(torch.equal(actual[key], expected[key]) for key in expected)
 
 
 def test_frozen_ranges_stay_and_can_be_freed() -> None:

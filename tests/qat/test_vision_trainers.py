@@ -23,10 +23,10 @@ def recipe(
         r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.S | re.M
     )
     (block,) = (block for block in blocks if containing in block)
-    found = {"torch": torch, "torchq": torchq, **names}
+    actual = {"torch": torch, "torchq": torchq, **names}
     assert instead[0] in block
-    exec(compile(block.replace(*instead), PAGE.name, "exec"), found)
-    return found
+    exec(compile(block.replace(*instead), PAGE.name, "exec"), actual)
+    return actual
 
 
 def detection_data(folder: Path) -> Path:
@@ -98,9 +98,9 @@ def test_the_trainer_of_ultralytics(
     assert len(moved) > 0.5 * len(started[0])
     for path in (trainer.best, trainer.last):
         network = ultralytics.YOLO(path).model.float().eval()
-        found = quantizers(network)
-        assert len(found) == len(quantizers(trainer.model)) > 100
-        assert all(q.calibrated for q in found.values())
+        actual = quantizers(network)
+        assert len(actual) == len(quantizers(trainer.model)) > 100
+        assert all(q.calibrated for q in actual.values())
         x = torch.rand(1, 3, 64, 64)
         with torch.no_grad():
             expected = network(x)[0]
@@ -108,4 +108,4 @@ def test_the_trainer_of_ultralytics(
             got = network(x)[0]
         # fuse() folds BatchNorms, which changes no code; a value at a tie may still fall otherwise.
         assert (got - expected).norm() < 1e-3 * expected.norm()
-        assert len(quantizers(network)) == len(found)
+        assert len(quantizers(network)) == len(actual)

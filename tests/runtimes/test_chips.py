@@ -90,7 +90,7 @@ def test_simulation_equals_the_oracle(
     x = torch.cat([x, torch.arange(-12, 12) * scale / 2])
     assert isinstance(d.format, IntFormat)
     rules: dict[str, Any] = {"power_of_two": d.power_of_two, "rounding": d.rounding}
-    for value, found in zip(x.tolist(), q(x).tolist(), strict=True):
+    for value, actual in zip(x.tolist(), q(x).tolist(), strict=True):
         if d.symmetric:
             narrow = d.format.narrow
             expected = fake_quantize(
@@ -102,15 +102,15 @@ def test_simulation_equals_the_oracle(
             expected = affine_fake_quantize(value, *ends, 8, bool(d.unsigned), **rules)[
                 2
             ]
-        assert found == expected
+        assert actual == expected
 
 
 def test_unknown_targets_are_named() -> None:
-    for wrong, text in (
+    for wrong, message in (
         ("tpu", r"target 'tpu'.*'tensorrt'"),
         (3, r"target: got 3; expected one"),
     ):
-        with pytest.raises(ConfigError, match=text):
+        with pytest.raises(ConfigError, match=message):
             torchq.quantize_(nn.Linear(4, 4), target=wrong)  # type: ignore[arg-type]
 
 

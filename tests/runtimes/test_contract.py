@@ -173,21 +173,21 @@ def test_activations_have_the_types_of_the_target(
     written: tuple[str, nn.Module, Path],
 ) -> None:
     target, _, path = written
-    found = {
+    actual = {
         name: (qparams.format.name, int(qparams.zero_point))
         for name, node in quantizer_nodes(load_model(path)).items()
         if (qparams := qparams_of(node)).scale.numel() == 1
     }
     case = CASES[target]
-    kind, point = found["stem.input_quantizer"]
-    wanted = case.others[1]
+    kind, point = actual["stem.input_quantizer"]
+    expected = case.others[1]
     assert kind == case.others[0]
-    assert 0 < point < 255 if wanted is None else point == wanted
+    assert 0 < point < 255 if expected is None else point == expected
     # Behind a ReLU.
-    assert found["blocks.0.second.input_quantizer"] == case.nonnegative
+    assert actual["blocks.0.second.input_quantizer"] == case.nonnegative
     allowed = (case.others, case.nonnegative)
     assert all(
-        value in allowed or (value[0], None) in allowed for value in found.values()
+        value in allowed or (value[0], None) in allowed for value in actual.values()
     )
 
 
@@ -234,12 +234,12 @@ def test_a_broken_rule_is_a_warning_with_the_layer(target: str, tmp_path: Path) 
         )
     )
     model = calibrated(case.offender(), x, config=config)
-    *_, text = export(model, x, tmp_path / "m.onnx", target)
-    assert text.startswith(f"export_onnx(target={target!r}):\n- ")
+    *_, message = export(model, x, tmp_path / "m.onnx", target)
+    assert message.startswith(f"export_onnx(target={target!r}):\n- ")
     assert (
-        f"0: {case.warning}" in text
-        or f"0: has {case.warning}" in text
-        or case.warning in text
+        f"0: {case.warning}" in message
+        or f"0: has {case.warning}" in message
+        or case.warning in message
     )
 
 

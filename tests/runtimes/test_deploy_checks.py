@@ -93,8 +93,8 @@ def test_a_forward_that_depends_on_data_is_left_to_torch(
 ) -> None:
     """The older exporter held the way of the example: -1.5 dB on another input."""
     model = calibrated(net(), image(), image(-1.0))
-    text = r"deploy: target 'onnxruntime quantized': .*for all inputs"
-    with pytest.raises(ExportError, match=text):
+    message = r"deploy: target 'onnxruntime quantized': .*for all inputs"
+    with pytest.raises(ExportError, match=message):
         torchq.deploy(model, image(), target="onnxruntime", progress=False)
     deployed = torchq.deploy(model, image(), target="torch", progress=False)
     for x in (image(), image(-1.0), 0.1 * image()):
@@ -134,8 +134,8 @@ def test_indices_that_repeat_are_added() -> None:
 
 
 def test_what_tracing_warns_of_is_an_error() -> None:
-    text = "TorchScript warns: a way; expected a graph that holds"
-    with pytest.raises(ExportError, match=text), _without_warnings_of_tracing():
+    message = "TorchScript warns: a way; expected a graph that holds"
+    with pytest.raises(ExportError, match=message), _without_warnings_of_tracing():
         warnings.warn("a way", torch.jit.TracerWarning, stacklevel=1)
     with _without_warnings_of_tracing():
         warnings.warn("no way", DeprecationWarning, stacklevel=1)
@@ -179,8 +179,10 @@ def test_damage_shows_on_the_example_or_on_other_values(
     deployed = torchq.deploy(model, image(), target="torch", progress=False)
     wrong = Changed(deployed, change)
     assert len(task.checks) == 2
-    found = tuple(number for number, check in enumerate(task.checks) if check(wrong)[0])
-    assert found == shows_on
+    actual = tuple(
+        number for number, check in enumerate(task.checks) if check(wrong)[0]
+    )
+    assert actual == shows_on
     loose = tuple(
         number for number, check in enumerate(task.checks) if check.difference(wrong)
     )

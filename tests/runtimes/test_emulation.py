@@ -344,9 +344,9 @@ def test_traces_of_operators_give_what_traces_of_modules_give(
         model = cls().eval()
         torchq.quantize_(model, QuantConfig(tuple(rules)))
         torchq.calibrate(model, [x], progress=False)
-        found = trace(model, x)
-        assert found.level == level
-        run = GraphRunner(found.graph_module)
+        actual = trace(model, x)
+        assert actual.level == level
+        run = GraphRunner(actual.graph_module)
         assert torch.equal(run.run(x), model(x))
         chip = fixed_point().over(shift_leaky_relu(3))
         results.append(run.run(x, backend=chip))
@@ -517,21 +517,21 @@ def test_additions_are_those_of_tensorflow_lite(generator: torch.Generator) -> N
     second, s2, _ = grid(model.second, b)
     s_out, z_out = (float(part) for part in model.last.calculate_qparams())
     widest = 2 * max(s1, s2)
-    wanted = []
+    expected = []
     others = second.expand(5, 40).flatten().tolist()
     for one, other in zip(first.flatten().tolist(), others, strict=True):
         parts = (
             tflite_multiply(one << 20, s1 / widest),
             tflite_multiply(other << 20, s2 / widest),
         )
-        wanted.append(
+        expected.append(
             clamped(tflite_multiply(sum(parts), widest / 2**20 / s_out) + int(z_out))
         )
     result = runner(model, (a, b)).run(
         (a, b),
         backend=fixed_point(),
     )
-    assert codes(result, model.last) == wanted
+    assert codes(result, model.last) == expected
     assert torch.allclose(
         result,
         model(a, b),

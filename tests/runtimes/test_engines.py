@@ -121,7 +121,7 @@ class TestGraphEngines:
 
     def test_errors_name_the_argument(self, graph_module: EngineModule) -> None:
         x = images(1)
-        for args, kwargs, text in (
+        for args, kwargs, message in (
             (
                 (x.double(),),
                 {},
@@ -141,7 +141,7 @@ class TestGraphEngines:
             ((x, 2.0), {}, "argument 'factor': got 2.0; expected 1.0"),
             ((x,), {"mask": x}, "argument 'mask': got a Tensor; expected None"),
         ):
-            with pytest.raises(InputError, match=f"Detector: .*{text}"):
+            with pytest.raises(InputError, match=f"Detector: .*{message}"):
                 graph_module(*args, **kwargs)
 
     def test_arguments_of_the_example_are_built_in(

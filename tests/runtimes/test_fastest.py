@@ -39,12 +39,12 @@ def timed(monkeypatch: pytest.MonkeyPatch, times: dict[str, Any]) -> None:
     """Let candidates take these seconds: a number, or samples."""
 
     def time_calls(calls: dict[Engine, Any], **options: Any) -> dict[Engine, Samples]:
-        found = {}
+        actual = {}
         for engine, call in calls.items():
             call()  # it must run
             time = times[engine.label]
-            found[engine] = Samples(time if isinstance(time, tuple) else (time,), 1)
-        return found
+            actual[engine] = Samples(time if isinstance(time, tuple) else (time,), 1)
+        return actual
 
     monkeypatch.setattr(fastest, "time_calls", time_calls)
 
@@ -75,10 +75,11 @@ def test_the_report_has_all_candidates_and_why_some_were_left_out(
     assert labels[:-1] == sorted(TIMES, key=TIMES.__getitem__)
     assert "torchq[openvino]" in report.candidates[-1].problem
     assert report.candidates[-1].seconds == math.inf
-    text = str(report)
-    assert "onnxruntime quantized  2e+03" in text
+    message = str(report)
+    assert "onnxruntime quantized  2e+03" in message
     assert (
-        f"chosen: onnxruntime quantized, on {torch.get_num_threads()} threads" in text
+        f"chosen: onnxruntime quantized, on {torch.get_num_threads()} threads"
+        in message
     )
 
 
@@ -130,8 +131,8 @@ def test_an_engine_that_fails_in_its_own_way_is_left_out(
 def test_an_error_says_why_no_engine_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     monkeypatch.setattr(Torch, "build", lambda *_: 1 / 0)
-    text = r"no runtime runs the model \(.*torch quantized: division"
-    with pytest.raises(ExportError, match=text):
+    message = r"no runtime runs the model \(.*torch quantized: division"
+    with pytest.raises(ExportError, match=message):
         deploy()
 
 
@@ -180,7 +181,7 @@ def test_torch_runs_what_no_graph_can() -> None:
     deployed = torchq.deploy(model, ({"x": x},), target="fastest")
     assert deployed.target == "torch"
     assert deployed({"x": x}).shape == (2, 4)
-    found = deployed.report.candidates
-    problems = [c.problem for c in found if isinstance(c.engine, OnnxRuntime)]
+    actual = deployed.report.candidates
+    problems = [c.problem for c in actual if isinstance(c.engine, OnnxRuntime)]
     assert problems
-    assert all("'features' is a dict of tensors" in text for text in problems)
+    assert all("'features' is a dict of tensors" in message for message in problems)

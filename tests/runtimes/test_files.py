@@ -74,13 +74,13 @@ def test_onnxruntime_gets_whole_integer_regions(
     assert report.warnings == ()
     nodes = torchq.inspect_onnx(tmp_path / "m.onnx")
     kinds = [node.kind for node in nodes.integer]
-    wanted = {
+    expected = {
         "QLinearConv": 7,
         "QLinearAdd": 2,
         "QLinearConcat": 1,
         "MatMulIntegerToFloat": 1,
     }
-    assert {kind: kinds.count(kind) for kind in wanted} == wanted
+    assert {kind: kinds.count(kind) for kind in expected} == expected
     assert nodes.fallbacks == ()
     proof = torchq.verify_onnx(
         model,
@@ -163,8 +163,8 @@ def test_linear_layers_run_on_integers_in_onnxruntime(tmp_path: Path) -> None:
     )
     write(model, tmp_path / "m.onnx", "onnxruntime", (2, 8))
     nodes = torchq.inspect_onnx(tmp_path / "m.onnx")
-    wanted = ["QGemm", "MatMulIntegerToFloat", "MatMulIntegerToFloat"]
-    assert [node.kind for node in nodes.integer] == wanted
+    expected = ["QGemm", "MatMulIntegerToFloat", "MatMulIntegerToFloat"]
+    assert [node.kind for node in nodes.integer] == expected
     assert nodes.fallbacks == ()
     proof = torchq.verify_onnx(
         model, tmp_path / "m.onnx", [torch.randn(7, 8), torch.randn(1, 8)]
@@ -280,9 +280,9 @@ def test_the_report_groups_warnings_and_fits_the_terminal(
     arguments = (model, torch.randn(1, 16, 8, 8), tmp_path / "m.onnx")
     with pytest.warns(UserWarning, match="TensorRT takes one"):
         report = torchq.export_onnx(*arguments, target="tensorrt", dynamo=False)
-    text = str(report).partition("warnings:\n")[2]
-    assert "- 0.input_quantizer, 2.input_quantizer: TensorRT takes" in text
-    assert max(map(len, text.splitlines())) <= 60
+    message = str(report).partition("warnings:\n")[2]
+    assert "- 0.input_quantizer, 2.input_quantizer: TensorRT takes" in message
+    assert max(map(len, message.splitlines())) <= 60
 
 
 def test_transposed_convolutions_keep_float_inputs_in_onnxruntime(
@@ -358,8 +358,8 @@ def test_concatenated_tensors_carry_one_scale(tmp_path: Path) -> None:
         torchq.export_onnx(
             candidate, torch.randn(1, 4, 6, 6), tmp_path / "m.onnx", dynamo=False
         )
-        found = settings(tmp_path / "m.onnx")
-        assert found["cat.input_quantizer"] == found["cat.input_quantizer#2"]
+        actual = settings(tmp_path / "m.onnx")
+        assert actual["cat.input_quantizer"] == actual["cat.input_quantizer#2"]
         nodes = {
             output: node
             for node in onnx.load(str(tmp_path / "m.onnx")).graph.node

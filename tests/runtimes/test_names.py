@@ -23,7 +23,7 @@ MODULES = [
 def names_in(source: str) -> list[str]:
     """Return the identifiers and texts, without docstrings, that name a runtime."""
     tree = ast.parse(source)
-    found = []
+    actual = []
     docstrings = set()
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
@@ -37,10 +37,14 @@ def names_in(source: str) -> list[str]:
         else:
             fields = ("id", "attr", "name", "arg", "module")
             texts = [
-                text for f in fields if isinstance(text := getattr(node, f, None), str)
+                message
+                for f in fields
+                if isinstance(message := getattr(node, f, None), str)
             ]
-        found += [text for text in texts if NAMES.search(text.replace("_", " "))]
-    return found
+        actual += [
+            message for message in texts if NAMES.search(message.replace("_", " "))
+        ]
+    return actual
 
 
 def test_the_pattern_knows_every_runtime() -> None:
@@ -60,4 +64,4 @@ def test_no_other_module_names_a_runtime() -> None:
         for path in MODULES
     }
     assert len(names) > 100
-    assert {path: found for path, found in names.items() if found} == {}
+    assert {path: actual for path, actual in names.items() if actual} == {}

@@ -246,11 +246,13 @@ def test_the_speed_of_a_calibrated_model() -> None:
     torchq.quantize_(model, target="onnxruntime", example=x, progress=False)
     torchq.calibrate(model, [x], progress=False)
     with torch.inference_mode():
-        found = speed(model, x, lambda path: 1 + (b"Quantize" not in path.read_bytes()))
-    assert found.gain == 2.0
-    assert found.is_faster
-    assert str(found).startswith("onnxruntime: 1e+03 ms, float 2e+03 ms (2.00x); ")
-    assert "one call of (2, 8) on 1 thread" in str(found)
-    assert found.bytes[0] > 0
-    assert found.bytes[1] > 0
+        actual = speed(
+            model, x, lambda path: 1 + (b"Quantize" not in path.read_bytes())
+        )
+    assert actual.gain == 2.0
+    assert actual.is_faster
+    assert str(actual).startswith("onnxruntime: 1e+03 ms, float 2e+03 ms (2.00x); ")
+    assert "one call of (2, 8) on 1 thread" in str(actual)
+    assert actual.bytes[0] > 0
+    assert actual.bytes[1] > 0
     assert not speed(model, x, lambda path: 1.0).is_faster

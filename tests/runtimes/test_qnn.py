@@ -186,8 +186,8 @@ def test_what_the_emulator_computes_wrongly_is_said(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torchq.export_onnx(model, x, tmp_path / "m.onnx", dynamo=False, progress=False)
-    text = "".join(str(w.message) for w in caught)
-    assert re.search(said, text) if said else "wrong numbers" not in text
+    message = "".join(str(w.message) for w in caught)
+    assert re.search(said, message) if said else "wrong numbers" not in message
 
 
 def fake_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:

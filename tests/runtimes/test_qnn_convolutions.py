@@ -147,10 +147,10 @@ def test_an_average_is_a_convolution_that_computes_the_same_codes(
     graph = load_model(path)
     assert not nodes_of(graph, "AveragePool")
     (average,) = (n for n in nodes_of(graph, "Conv") if "/average" in str(n.name))
-    found = [
+    actual = [
         list(attribute(average, key)) for key in ("kernel_shape", "strides", "pads")
     ]
-    assert found == [kernel, strides, pads]
+    assert actual == [kernel, strides, pads]
     assert torchq.verify_onnx(model, path, [X], progress=False).ok
 
 

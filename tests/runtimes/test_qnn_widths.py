@@ -68,9 +68,9 @@ def test_an_operator_has_one_width_and_no_code_changes(
     torchq.export_onnx(model, X, path, dynamo=False, progress=False)
     graph = load_model(path)
     nodes = [node for node in graph.graph if node.op_type == "QuantizeLinear"]
-    found = {str(node.name): operator_widths(node) for node in nodes}
-    assert {8, 16} == set().union(*found.values())
-    assert all(len(bits) <= 1 for bits in found.values()), found
+    actual = {str(node.name): operator_widths(node) for node in nodes}
+    assert {8, 16} == set().union(*actual.values())
+    assert all(len(bits) <= 1 for bits in actual.values()), actual
     assert torchq.verify_onnx(model, path, [X], num_batches=1, progress=False).ok
 
 

@@ -216,12 +216,12 @@ def test_files_are_strongly_typed_and_have_the_codes_of_the_model(
     path = tmp_path / "m.onnx"
     torchq.fuse_(model, example)
     written(model, example, path, TensorRt(precision=precision))
-    found = check_file(path)
-    assert found.ok, str(found)
-    assert (found.precision, found.not_run) == (precision, NOT_RUN)
+    actual = check_file(path)
+    assert actual.ok, str(actual)
+    assert (actual.precision, actual.not_run) == (precision, NOT_RUN)
     reasons = KEPT if precision == "float16" else {}
-    assert bool(found.kept) == (name in reasons)
-    assert reasons.get(name, "") in str(found.kept)
+    assert bool(actual.kept) == (name in reasons)
+    assert reasons.get(name, "") in str(actual.kept)
     proof = torchq.verify_onnx(model, path, [example], progress=False)
     assert proof.ok, proof.table()
     graph = load_model(path)
@@ -273,12 +273,12 @@ def test_what_bfloat16_files_store_gives_the_codes_of_the_model(
     torchq.calibrate(model, [example], correct=False, progress=False)
     options: dict[str, Any] = {"target": target, "dynamo": False, "opset": 22}
     torchq.export_onnx(model, example, path, progress=False, **options)
-    found = check_file(path)
+    actual = check_file(path)
     graph = load_model(path)
-    assert found.ok and found.precision == "bfloat16", str(found)
+    assert actual.ok and actual.precision == "bfloat16", str(actual)
     kinds = {data_type(v).name for v in graph.graph.initializers.values()}
     assert "BFLOAT16" in kinds
-    assert bool(found.kept) == (name == "language")
+    assert bool(actual.kept) == (name == "language")
     save_model(widened(graph), path)
     proof = torchq.verify_onnx(model, path, [example], progress=False)
     assert proof.ok, proof.table()
@@ -357,18 +357,20 @@ def test_what_overflows_stays_in_float32_with_its_readers(tmp_path: Path) -> Non
     path = tmp_path / "m.onnx"
     x = torch.randn(2, 8, 12, 12)
     report = written(model, x, path)
-    found = check_file(path)
-    assert found.ok, str(found)
+    actual = check_file(path)
+    assert actual.ok, str(actual)
     kept = {
-        node.op_type: node for node in load_model(path).graph if node.name in found.kept
+        node.op_type: node
+        for node in load_model(path).graph
+        if node.name in actual.kept
     }
     assert {"Mul", "ReduceMean", "Add", "Sqrt", "Div"} <= set(kept)
     assert not {"Conv", "Tanh"} & set(kept) or "Conv" not in kept
     casts = nodes_of(load_model(path), "Cast")
     assert all(computed_by(n.inputs[0], "DequantizeLinear") is None for n in casts)
-    assert f"{len(found.kept)} nodes kept in float32" in str(report)
-    assert any("a range of" in why for why in found.kept.values())
-    assert any("the stored number 1e+06" in why for why in found.kept.values())
+    assert f"{len(actual.kept)} nodes kept in float32" in str(report)
+    assert any("a range of" in why for why in actual.kept.values())
+    assert any("the stored number 1e+06" in why for why in actual.kept.values())
     assert torchq.verify_onnx(model, path, [x], progress=False).ok
 
 
@@ -376,10 +378,10 @@ def test_the_report_tells_how_to_build_an_engine_and_what_was_not_run(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "m.onnx"
-    text = str(written(Residual(), IMAGES, path))
-    assert f"trtexec --onnx={path} --saveEngine=m.engine --stronglyTyped" in text
-    assert "TensorRT 11: the same without --stronglyTyped" in text
-    assert NOT_RUN in text
+    message = str(written(Residual(), IMAGES, path))
+    assert f"trtexec --onnx={path} --saveEngine=m.engine --stronglyTyped" in message
+    assert "TensorRT 11: the same without --stronglyTyped" in message
+    assert NOT_RUN in message
     assert any(
         "not run" in limit for limit in torchq.runtimes.RUNTIMES["tensorrt"].limits
     )
@@ -532,9 +534,11 @@ def test_the_check_says_no_to_a_damaged_file(
     model = load_model(residual)
     damage(model)
     save_model(model, tmp_path / "m.onnx", check=False)
-    found = check_file(tmp_path / "m.onnx")
-    for text in DAMAGE[damage]:
-        assert any(re.search(text, problem) for problem in found.problems), str(found)
+    actual = check_file(tmp_path / "m.onnx")
+    for message in DAMAGE[damage]:
+        assert any(re.search(message, problem) for problem in actual.problems), str(
+            actual
+        )
 
 
 @pytest.fixture(scope="module")
@@ -554,9 +558,9 @@ def test_scales_of_float32_files_are_looked_at_too(
     model = load_model(in_float32)
     changed_scale(model, number)
     save_model(model, tmp_path / "m.onnx", check=False)
-    found = check_file(tmp_path / "m.onnx")
-    assert any("no normal FLOAT numbers" in problem for problem in found.problems), str(
-        found
+    actual = check_file(tmp_path / "m.onnx")
+    assert any("no normal FLOAT numbers" in problem for problem in actual.problems), (
+        str(actual)
     )
 
 
@@ -638,9 +642,11 @@ def test_scales_of_a_model_for_no_target_are_rounded_with_a_warning(
     report = torchq.export_onnx(
         model, X, tmp_path / "m.onnx", target="tensorrt", dynamo=False
     )
-    (text,) = [text for text in report.warnings if "float16 numbers" in text]
-    assert text.startswith("0.input_quantizer, ")
-    assert "quantize_ with target='tensorrt'" in text
+    (message,) = [
+        message for message in report.warnings if "float16 numbers" in message
+    ]
+    assert message.startswith("0.input_quantizer, ")
+    assert "quantize_ with target='tensorrt'" in message
     assert check_file(tmp_path / "m.onnx").ok
 
 

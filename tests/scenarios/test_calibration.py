@@ -36,8 +36,8 @@ def test_s13_poisoned_batch_is_named_and_the_others_are_intact(value: float) -> 
         torchq.quantize_(net)
     torchq.calibrate(clean, data, progress=False)
     model.head.register_forward_pre_hook(poison)
-    text = r"head.input_quantizer: .*NaN or infinite values in 1 of 3 batches"
-    with pytest.raises(CalibrationError, match=text) as caught:
+    message = r"head.input_quantizer: .*NaN or infinite values in 1 of 3 batches"
+    with pytest.raises(CalibrationError, match=message) as caught:
         torchq.calibrate(model, data, progress=False)
     assert "stem" not in str(caught.value)
     expected = quantizers(clean)

@@ -88,8 +88,8 @@ def test_s32_s33_s37_the_file_computes_what_the_simulation_does(
     other = torch.randn(3, 8, 9, 9)
     expected = joined(other).detach()
     scale = float(joined.cat.input_quantizer.amax) / 127
-    found = run_file(path, other)[0]
-    assert float((torch.as_tensor(found) - expected).abs().max()) < 1.01 * scale
+    actual = run_file(path, other)[0]
+    assert float((torch.as_tensor(actual) - expected).abs().max()) < 1.01 * scale
     twin = copy.deepcopy(joined)
     twin.load_state_dict(joined.state_dict())
     assert torch.equal(twin(other), expected)

@@ -28,6 +28,6 @@ LISTS: dict[str, tuple[Callable[..., Any], ...]] = {
 @pytest.mark.parametrize("name", LISTS)
 def test_every_pass_states_what_it_needs_and_leaves(name: str) -> None:
     for rewrite in LISTS[name]:
-        text = inspect.getdoc(getattr(rewrite, "do", rewrite)) or ""
-        assert text.partition("\n")[0].endswith("."), rewrite.__name__
-        assert "Before:" in text and "After:" in text, rewrite.__name__
+        message = inspect.getdoc(getattr(rewrite, "do", rewrite)) or ""
+        assert message.partition("\n")[0].endswith("."), rewrite.__name__
+        assert "Before:" in message and "After:" in message, rewrite.__name__

@@ -129,8 +129,8 @@ def test_effects_in_place_are_kept_where_only_the_code_is_read(cls: type[Base]) 
 
 
 def test_a_sum_whose_memory_nobody_else_reads_is_quantized() -> None:
-    found = check(Statement())
-    assert isinstance(found.quant_add, torchq.nn.QuantAdd)
+    actual = check(Statement())
+    assert isinstance(actual.quant_add, torchq.nn.QuantAdd)
 
 
 def test_a_sum_that_has_another_reader_stays_float_and_the_report_says_so() -> None:
@@ -278,9 +278,9 @@ def test_a_child_that_has_the_name_of_an_operator_stays() -> None:
             h = self.a(x)
             return self.c(self.quant_add(h) + self.b(h))
 
-    found = check(Net())
-    assert type(found.quant_add) is nn.Identity
-    assert isinstance(found.quant_add_, torchq.nn.QuantAdd)
+    actual = check(Net())
+    assert type(actual.quant_add) is nn.Identity
+    assert isinstance(actual.quant_add_, torchq.nn.QuantAdd)
 
 
 def test_an_operator_that_is_a_module_already() -> None:
@@ -587,9 +587,9 @@ def test_planning_in_inference_mode_makes_what_can_be_trained() -> None:
         ).eval()
         torchq.quantize_(model, example=torch.ones(2, 3, 8, 8), progress=False)
     torchq.calibrate(model, [X], progress=False)
-    found = model[0].input_quantizer
-    assert found.calibrated
-    assert not found.amax.is_inference()
+    actual = model[0].input_quantizer
+    assert actual.calibrated
+    assert not actual.amax.is_inference()
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")

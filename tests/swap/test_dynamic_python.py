@@ -225,9 +225,9 @@ def test_arguments_that_are_none_by_default_may_be_given(example: Any) -> None:
     torchq.calibrate(model, [X], progress=False)
     with torchq.disabled(model):
         low, high = torch.aminmax(model.down(X))
-    found = model.block.quant_add.other_quantizer
-    assert found.amin.equal(low)
-    assert found.amax.equal(high)
+    actual = model.block.quant_add.other_quantizer
+    assert actual.amin.equal(low)
+    assert actual.amax.equal(high)
 
 
 class Checkpointed(OneConv):

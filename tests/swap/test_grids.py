@@ -126,9 +126,9 @@ def test_what_a_rule_fixes_stays(fields: dict[str, Any]) -> None:
 def test_symmetric_ranges_are_asked_for_by_name() -> None:
     model = planned("onnxruntime", torchq.recipes.int8(symmetric=True))
     torchq.calibrate(model, [IMAGES], progress=False)
-    found = [q.descriptor for _, q in torchq.workflow.quantizers(model).items()]
-    assert all(d.symmetric for d in found)
-    assert {d.unsigned for d in found} == {
+    actual = [q.descriptor for _, q in torchq.workflow.quantizers(model).items()]
+    assert all(d.symmetric for d in actual)
+    assert {d.unsigned for d in actual} == {
         True,
         False,
     }

@@ -73,8 +73,8 @@ class Distances(nn.Module):
         rows = torch.cat([j.view(x.shape[0], 19, -1) for j in joined], 2)
         boxes, scores = rows.split((16, 3), 1)
         steps = boxes.view(x.shape[0], 4, 4, -1).transpose(2, 1).softmax(1)
-        found = self.sums(steps).view(x.shape[0], 4, -1)
-        low, high = found.chunk(2, 1)
+        actual = self.sums(steps).view(x.shape[0], 4, -1)
+        low, high = actual.chunk(2, 1)
         return torch.cat(
             (torch.cat((low + high, high - low), 1) * 8.0, scores.sigmoid()), 1
         )
@@ -90,13 +90,13 @@ class OneHead(nn.Module):
         self.scores = nn.Conv2d(8, 3, 3, 1, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        found = [
+        actual = [
             torch.cat(
                 (self.boxes(m).exp().flatten(2), self.scores(m).sigmoid().flatten(2)), 1
             )
             for m in self.levels(x)
         ]
-        return torch.cat(found, 2)
+        return torch.cat(actual, 2)
 
 
 class Classifier(nn.Module):
@@ -203,9 +203,9 @@ def test_a_rule_of_the_user_counts() -> None:
     )
     assert "sums" not in in_float(Distances(), "openvino", rule)
     joined = Rule("quant_cat*", input=torchq.QuantDescriptor())
-    found = in_float(Distances(), "openvino", joined)
-    assert found
-    assert not any(name.startswith("quant_cat") for name in found)
+    actual = in_float(Distances(), "openvino", joined)
+    assert actual
+    assert not any(name.startswith("quant_cat") for name in actual)
 
 
 class Wide(nn.Module):

@@ -83,9 +83,9 @@ def test_export_and_deploy_agree(tmp_path: Path) -> None:
     )
     assert torchq.verify_onnx(model, tmp_path / "m.onnx", [X]).ok
     with torch.no_grad():
-        found = torchq.deploy(model, X, target="torch", progress=False)(X)
+        actual = torchq.deploy(model, X, target="torch", progress=False)(X)
         expected = model(X)
-    assert (found - expected).norm() < 0.01 * expected.norm()  # a code at a tie
+    assert (actual - expected).norm() < 0.01 * expected.norm()  # a code at a tie
 
 
 class Computed(nn.Module):

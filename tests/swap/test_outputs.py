@@ -42,12 +42,12 @@ def quantized(
 
 def outputs(model: nn.Module) -> dict[str, bool]:
     """Path of each layer with a quantizer of its result -> its codes begin at 0."""
-    found = {}
+    actual = {}
     for name, module in model.named_modules():
         if isinstance(module, TensorQuantizer) and name.endswith("output_quantizer"):
             d = module.descriptor
-            found[name.removesuffix(".output_quantizer")] = d.unsigned and d.symmetric
-    return found
+            actual[name.removesuffix(".output_quantizer")] = d.unsigned and d.symmetric
+    return actual
 
 
 def test_results_that_nothing_quantizes_get_a_quantizer() -> None:

@@ -92,8 +92,8 @@ def test_rules_see_the_names_as_they_grow() -> None:
     config = QuantConfig((Rule("*", input=INT8, weight=INT8), *skips))
     with torchq.patch(config):
         model = Wrapper()
-    found = [type(m) for m in (*model.net.body, *model.net.head)]
-    assert found == [QuantLinear, Linear, QuantLinear]
+    actual = [type(m) for m in (*model.net.body, *model.net.head)]
+    assert actual == [QuantLinear, Linear, QuantLinear]
     with torchq.patch(config):
         net = Net()
     assert [type(m) for m in (*net.body, *net.head)] == [

@@ -72,13 +72,13 @@ def test_the_last_rule_that_matches_decides() -> None:
         Net(),
         QuantConfig((*rules, *own)),
     )
-    found = {d.name: (d.by, d.input, d.weight, d.reason) for d in report.decisions}
-    assert found["stem"] == ("*", INT8, INT8, "")
-    assert found["head.0"] == ("type:Linear", INT4, INT4, "")
-    assert found["head.1"] == ("head.1", None, None, "excluded")
-    assert found["body.0"] == ("re:^body", None, INT4, "")
+    actual = {d.name: (d.by, d.input, d.weight, d.reason) for d in report.decisions}
+    assert actual["stem"] == ("*", INT8, INT8, "")
+    assert actual["head.0"] == ("type:Linear", INT4, INT4, "")
+    assert actual["head.1"] == ("head.1", None, None, "excluded")
+    assert actual["body.0"] == ("re:^body", None, INT4, "")
     without = "the rule has no descriptor for it"  # a pool has no weight
-    assert found["body.3"] == ("re:^body", None, None, without)
+    assert actual["body.3"] == ("re:^body", None, None, without)
     assert [d.name for d in report.replaced] == ["stem", "body.0", "head.0"]
 
 
@@ -126,8 +126,8 @@ def test_patterns_that_select_nothing(options: dict[str, Any], text: str) -> Non
 
 
 def test_a_model_without_layers_is_refused() -> None:
-    text = r"Sequential: nothing to quantize \(it has no layer that torchq knows\)"
-    with pytest.raises(ConfigError, match=text):
+    message = r"Sequential: nothing to quantize \(it has no layer that torchq knows\)"
+    with pytest.raises(ConfigError, match=message):
         torchq.plan(nn.Sequential(nn.ReLU()))
 
 
@@ -313,15 +313,15 @@ def test_names_with_wildcards_are_meant_literally() -> None:
     for name in ("a[b]", "ab", "c"):
         model.add_module(name, nn.Linear(2, 2))
     report = torchq.plan(model, torchq.recipes.integer(4, 4, first_last=8))
-    found = {name: bits for name, (bits, _) in widths(report).items()}
-    assert found == {"a[b]": 8, "ab": 4, "c": 8}
+    actual = {name: bits for name, (bits, _) in widths(report).items()}
+    assert actual == {"a[b]": 8, "ab": 4, "c": 8}
 
 
 def test_a_rule_must_match_its_layer_unless_it_is_optional() -> None:
     general = Rule("*", weight=INT4)
     required = Rule(nn.Linear, weight=INT8, position="first")
-    text = r"Linear \(first layer\): the first layer is 1; expected one that it"
-    with pytest.raises(ConfigError, match=text):
+    message = r"Linear \(first layer\): the first layer is 1; expected one that it"
+    with pytest.raises(ConfigError, match=message):
         torchq.plan(ends(), QuantConfig((general, required)))
     optional = Rule(nn.Linear, weight=INT8, position="first", optional=True)
     report = torchq.plan(ends(), QuantConfig((general, optional)))

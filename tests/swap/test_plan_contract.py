@@ -139,8 +139,8 @@ def check_grids(model: nn.Module, plan: Plan) -> None:
     slots = {
         f"{n}.{s}_quantizer" for d in plan.replaced for n in d.names for s in d.unsigned
     }
-    found = {p for p, q in quantizer_slots(model) if q.keeps_sign}
-    assert found == slots
+    actual = {p for p, q in quantizer_slots(model) if q.keeps_sign}
+    assert actual == slots
     assert all(model.get_submodule(p).descriptor.unsigned is True for p in slots)
     for decision in plan.replaced:
         module = model.get_submodule(decision.name)
@@ -283,8 +283,8 @@ def test_a_printed_plan_is_a_screen_that_names_every_exception() -> None:
     lines = str(plan).splitlines()
     assert len(lines) <= 25
     assert lines[-1] == plan.verdict() == plan.table().splitlines()[-1]
-    text = " ".join(str(plan).split())
-    assert "SKIPPED: excluded 2 Conv2d 3.0, 5.0" in text
-    assert "SKIPPED: no rule matches 40 MaxPool2d" in text
-    assert "plan.explain(path)" in text
+    message = " ".join(str(plan).split())
+    assert "SKIPPED: excluded 2 Conv2d 3.0, 5.0" in message
+    assert "SKIPPED: no rule matches 40 MaxPool2d" in message
+    assert "plan.explain(path)" in message
     assert len(plan.table().splitlines()) > len(plan.decisions)

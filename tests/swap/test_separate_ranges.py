@@ -139,9 +139,9 @@ def test_deployed_concatenations_have_their_own_ranges() -> None:
     config = torchq.recipes.int8(reduce_range=True)  # It overflows on no CPU.
     torchq.quantize_(model, config, target="onnxruntime", example=x)
     torchq.calibrate(model, [x], progress=False)
-    wanted = model(x)
-    found = torchq.deploy(model, x, target="torch")(x)
-    assert (found - wanted).abs().max() <= 0.02 * wanted.abs().max()
+    expected = model(x)
+    actual = torchq.deploy(model, x, target="torch")(x)
+    assert (actual - expected).abs().max() <= 0.02 * expected.abs().max()
 
 
 def test_a_damaged_number_of_ranges_is_named() -> None:

@@ -35,11 +35,11 @@ def test_the_last_line_says_how_many_multiply_adds_are_quantized(
     assert callable(function)
     work = {"0": 8 * 27 * 36, "2": 8 * 72 * 16, "4": 128 * 5}
     share = 1 - work["2"] / sum(work.values())
-    counts, _, text = last_line(function(convs(), exclude="2", example=X)).partition(
+    counts, _, message = last_line(function(convs(), exclude="2", example=X)).partition(
         "; "
     )
     assert counts == "2 quantized, 1 skipped, recipe int8"
-    assert text == f"{share:.1%} of the multiply-adds quantized"
+    assert message == f"{share:.1%} of the multiply-adds quantized"
 
 
 def test_without_an_example_it_counts_weights() -> None:
@@ -63,12 +63,12 @@ def test_few_multiply_adds_are_warned_of_with_the_largest_reason_first() -> None
         nn.Conv2d(8, 1, 12),
     )
     model = nn.Sequential(*layers).eval()
-    text = (
+    message = (
         r"^Sequential: only \d+\.\d% of the multiply-adds quantized\. Float stay 2 "
         r"ConvTranspose2d: its input stays float, as onnxruntime has no integer kernel for it "
         r"\(\d\d\.\d%\)$"
     )
-    with pytest.warns(UserWarning, match=text) as caught:
+    with pytest.warns(UserWarning, match=message) as caught:
         torchq.quantize_(model, target="onnxruntime", example=X)
     assert len(caught) == 1
 
@@ -92,8 +92,10 @@ def test_recurrent_layers_that_stay_float_are_named_with_the_way_to_quantize_the
     gates = 4 if kind is nn.LSTM else 3
     # The same for weights and for multiply-adds.
     share = 8 * 3 / (8 * 3 + gates * 8 * (6 + 8))
-    text = rf"{kind.__name__}: no rule matches; torchq\.recipes\.int8\(recurrent=True\)"
-    with pytest.warns(UserWarning, match=text):
+    message = (
+        rf"{kind.__name__}: no rule matches; torchq\.recipes\.int8\(recurrent=True\)"
+    )
+    with pytest.warns(UserWarning, match=message):
         report = torchq.quantize_(model, example=x if measured else None)
     assert report.share.quantized == pytest.approx(share)
     torchq.restore_(model)

@@ -136,8 +136,8 @@ def test_registry() -> None:
         2,
         None,
     )
-    text = "thing 'a' is registered already, as 1; expected a new key"
-    with pytest.raises(ConfigError, match=text):
+    message = "thing 'a' is registered already, as 1; expected a new key"
+    with pytest.raises(ConfigError, match=message):
         registry.add("a", 3)
     with pytest.raises(
         ConfigError, match="unknown thing 'c'; expected one of: 'a', 'b'"

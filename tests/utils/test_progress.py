@@ -44,11 +44,11 @@ def test_a_bar_shows_the_rate_and_the_time_left(
 ) -> None:
     on_a_terminal(monkeypatch)
     assert list(progress_bar([1, 2, 3], description="calibrate")) == [1, 2, 3]
-    text = capsys.readouterr().err
-    assert "calibrate:" in text
-    assert "/3" in text
-    assert "batch/s" in text
-    assert "00:00<" in text
+    message = capsys.readouterr().err
+    assert "calibrate:" in message
+    assert "/3" in message
+    assert "batch/s" in message
+    assert "00:00<" in message
     assert list(progress_bar(iter([1, 2]), description="x", enabled=False)) == [1, 2]
     assert capsys.readouterr().err == ""
 
@@ -60,10 +60,10 @@ def test_stages_are_shown_by_name(
     with progress_stages("export", ("trace", "write")) as next_stage:
         next_stage()
         next_stage()
-    text = capsys.readouterr().err
-    assert "export: trace" in text
-    assert "export: write" in text
-    assert "2/2" in text
+    message = capsys.readouterr().err
+    assert "export: trace" in message
+    assert "export: write" in message
+    assert "2/2" in message
     with progress_stages("export", ("trace", "write"), enabled=False) as next_stage:
         next_stage()
     assert capsys.readouterr().err == ""

@@ -13,18 +13,18 @@ def test_columns_are_aligned_and_nothing_trails() -> None:
 
 @pytest.mark.parametrize("width", range(22, 60))
 def test_every_line_fits(width: int) -> None:
-    text = table(ROWS, width=width)
-    assert max(map(len, text.splitlines())) <= width
-    assert " ".join(text.split()).count("10") == 1
+    message = table(ROWS, width=width)
+    assert max(map(len, message.splitlines())) <= width
+    assert " ".join(message.split()).count("10") == 1
     for word in ROWS[1][1].split():
-        assert word in text
+        assert word in message
 
 
 def test_a_word_longer_than_its_column_stays_whole() -> None:
     """A name that is cut cannot be copied; the other columns make what room they can."""
-    text = table([("name", "path"), ("x y z " * 9, "a" * 50)], width=70)
-    assert "a" * 50 in text
-    assert max(map(len, text.splitlines())) <= 70
+    message = table([("name", "path"), ("x y z " * 9, "a" * 50)], width=70)
+    assert "a" * 50 in message
+    assert max(map(len, message.splitlines())) <= 70
 
 
 def test_a_table_narrower_than_its_columns_can_be_keeps_them_readable() -> None:
@@ -49,8 +49,8 @@ def test_markdown() -> None:
 
 def test_findings_are_grouped_and_wrapped() -> None:
     many = [f"layer{i}: is float: exclude it" for i in range(9)]
-    text = bullets([*many, "all"], width=40)
-    assert text.splitlines()[0].startswith("- layer0, layer1")
-    assert "layer5 and 3 more: is float: exclude it" in " ".join(text.split())
-    assert text.splitlines()[-1] == "- all"
-    assert max(map(len, text.splitlines())) <= 40
+    message = bullets([*many, "all"], width=40)
+    assert message.splitlines()[0].startswith("- layer0, layer1")
+    assert "layer5 and 3 more: is float: exclude it" in " ".join(message.split())
+    assert message.splitlines()[-1] == "- all"
+    assert max(map(len, message.splitlines())) <= 40

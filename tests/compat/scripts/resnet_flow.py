@@ -88,7 +88,7 @@ def train(model, steps: int, lr: float) -> None:
 
 def calibrate_model(model, calibrator: str, percentiles) -> dict:
     collect_stats(model, [(image,) for image, _ in data(2)])
-    found = {}
+    actual = {}
     methods = (
         [("max", {})] if calibrator == "max" else [(m, {}) for m in ("mse", "entropy")]
     )
@@ -99,8 +99,8 @@ def calibrate_model(model, calibrator: str, percentiles) -> dict:
     ]
     for method, options in methods:
         compute_amax(model, method=method, **options)
-        found[f"{method}{options.get('percentile', '')}"] = evaluate(model)
-    return found
+        actual[f"{method}{options.get('percentile', '')}"] = evaluate(model)
+    return actual
 
 
 def export(model, path: str) -> None:

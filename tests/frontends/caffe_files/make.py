@@ -60,11 +60,11 @@ def detector():
 
 def write(name, weights, data):
     """Write the weights of a network, its input, and the outputs that OpenCV computes."""
-    text = (FOLDER / f"{name}.prototxt").read_bytes()
+    message = (FOLDER / f"{name}.prototxt").read_bytes()
     binary = caffemodel(weights)
     (FOLDER / f"{name}.caffemodel").write_bytes(binary)
     net = cv2.dnn.readNetFromCaffe(
-        np.frombuffer(text, np.uint8), np.frombuffer(binary, np.uint8)
+        np.frombuffer(message, np.uint8), np.frombuffer(binary, np.uint8)
     )
     net.enableFusion(False)
     net.setPreferableBackend(cv2.dnn.DNN_BACKEND_OPENCV)

@@ -14,12 +14,12 @@ __all__ = ["all_cases"]
 
 def all_cases() -> dict[str, Case]:
     """Return the cases of every file in this folder, by name."""
-    found: dict[str, Case] = {}
+    actual: dict[str, Case] = {}
     for info in sorted(pkgutil.iter_modules(__path__), key=lambda info: info.name):
         module = importlib.import_module(f"{__name__}.{info.name}")
         cases: dict[str, Case] = getattr(module, "CASES", {})
-        assert not found.keys() & cases.keys(), (
+        assert not actual.keys() & cases.keys(), (
             f"{info.name} repeats the name of a case"
         )
-        found |= cases
-    return found
+        actual |= cases
+    return actual
