@@ -11,6 +11,7 @@ from typing import Any
 
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError, InputError
+from torchq.graph import KINDS
 from torchq.nn.calls.routes import CallSite
 from torchq.nn.integer_kernel import evaluation_line
 from torchq.runtime import runtime_with
@@ -22,8 +23,8 @@ from torchq.utils import child_path, table
 _PRODUCTS = frozenset(["MatMul", "ScaledDotProductAttention"])
 #: Classes whose kernels multiply integers, also where they give a float result.
 _FLOAT_RESULTS = frozenset(["Linear", "MultiheadAttention", *_PRODUCTS])
-#: The operators whose operands have slots of their own.
-_SEVERAL = frozenset(["Add", "Mul", "Maximum", "Cat", *_PRODUCTS])
+#: The operators whose operands have slots of their own: a Tap quantizes the first operand alone.
+_SEVERAL = frozenset(KINDS.values()) - {"Tap"}
 #: The start of the note about a layer whose weight alone is quantized, because of the target.
 FLOAT_INPUT = "its input stays float"
 #: The reasons that are the user's own choice.
