@@ -450,7 +450,8 @@ class _Measurement:
     """Float and quantized runs of one model."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.known = active_quantizers(model)
+        self.active = active_quantizers(model)
+        # The records in the order in which their layers were called first.
         self.order: list[_Record] = []
         self.records = [
             _Record(layer, self.order) for layer in quantized_layers(model, _WHERE)
@@ -459,6 +460,7 @@ class _Measurement:
         self.batches = 0
         self.layers_alone: float | None = None
         self.first_batch: float | None = None
+        # Operators beside layers: no weight of theirs is quantized.
         self.operators = [
             model.get_submodule(d.name)
             for d in plan_of(model).replaced
@@ -470,11 +472,11 @@ class _Measurement:
         """Run one batch: float, with each layer alone beside it, and then quantized."""
         start = utils.RandomState.now()
         watched = [(r.layer.module, r.after_float) for r in self.records]
-        with quantizing_only(self.known), utils.watching(watched):
+        with quantizing_only(self.active), utils.watching(watched):
             expected = [tensor.clone() for tensor in results_in(call())]
         start.restore()  # Both draw the same random numbers.
         compared = [(r.layer.module, r.after_quantized) for r in self.records]
-        with quantizing_only(self.known, self.known), utils.watching(compared):
+        with quantizing_only(self.active, self.active), utils.watching(compared):
             quantized = results_in(call())
         for place, (value, reference) in enumerate(
             zip(quantized, expected, strict=False)
@@ -495,7 +497,7 @@ class _Measurement:
     ) -> None:
         """Run the first batch with the operators beside layers in float."""
         with (
-            quantizing_only(self.known, self.known),
+            quantizing_only(self.active, self.active),
             computing_alone_in_float(self.operators),
             kernels_off(self.model),
         ):

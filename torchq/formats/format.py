@@ -277,7 +277,6 @@ def _power_from_table(x: Tensor) -> Tensor:
     return torch.where(x < powers[0], 0.0, above)
 
 
-#: The format of power-of-two scales; see :class:`PowersOfTwo`.
 POWER_OF_TWO = PowersOfTwo()
 
 

@@ -432,21 +432,24 @@ def record(
     leaf = (recorder.begin_leaf, recorder.end_leaf)
     inner = (recorder.enter, recorder.leave)
 
-    def hook(module: nn.Module, begin: Any, end: Any) -> None:
-        stack.enter_context(module.register_forward_pre_hook(begin, with_kwargs=True))
-        stack.enter_context(module.register_forward_hook(end, with_kwargs=True))
+    def hook(
+        module: nn.Module, before: Callable[..., None], after: Callable[..., None]
+    ) -> None:
+        stack.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+        stack.enter_context(module.register_forward_hook(after, with_kwargs=True))
 
     with ExitStack() as stack:
         stack.enter_context(random_kept())
         stack.enter_context(untouched(model))
         for module, see in (watch or {}).items():
-            hook(module, *2 * [partial(recorder.show, see)])
+            show = partial(recorder.show, see)
+            hook(module, before=show, after=show)
         for module in model.modules():
-            if not isinstance(module, torch.jit.ScriptModule):
-                hook(
-                    module,
-                    *(leaf if is_leaf(module) and module is not model else inner),
-                )
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # They take no hooks.
+            is_whole = is_leaf(module) and module is not model
+            before, after = leaf if is_whole else inner
+            hook(module, before, after)
         with recorder:
             out = call()
     return recorder.flow(out)

@@ -68,7 +68,7 @@ def share_quantizers_(model: nn.Module, paths: Sequence[str]) -> TensorQuantizer
             Range.joined, (q.range.map(torch.Tensor.detach) for q in calibrated)
         )
         pairs = zip(first.range.ends(), widest.ends(), strict=True)
-        # A scale that the first one holds as it is stays, if it is the widest.
+        # To set a range computes its scale anew; a scale that was given by itself has to stay.
         if not all(torch.equal(end, wide) for (_, end), (_, wide) in pairs):
             first.range = widest
     first.shared = True

@@ -697,7 +697,7 @@ class TensorQuantizer(nn.Module):
     def _search(self, method: str | None = None) -> Callable[..., Range] | None:
         """Return the range search for tensors that exist as a whole, or None for a calibrator."""
         d = self.descriptor
-        # They configure a calibrator.
+        # Options configure a calibrator, which a search replaces.
         if method in (None, d.calib_method) and d.calib_options:
             return None
         return SEARCHES.get(method or d.calib_method)

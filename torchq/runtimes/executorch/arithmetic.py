@@ -59,7 +59,10 @@ class XnnpackArithmetic:
         return torch.round(stored * step.reciprocal())
 
     def rounds_products(self, step: Tensor, to: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return how convolutions and linear layers make values of codes of sums, in place."""
+        """Return what rounds the sums of a convolution or linear layer, in place, to its results.
+
+        The sums are whole numbers of ``step``; the results are whole numbers of ``to``.
+        """
         factor = step / to
 
         def values(sums: Tensor) -> Tensor:
