@@ -104,8 +104,8 @@ class Operator:
         name: what it is called, the same for its function, its method and its module.
         functions: the functions that compute it.
         methods: the methods of a tensor that do.
-        kind: the word for it in :attr:`torchq.runtime.Placement.operators` and in records, where that
-            names several operators.
+        kind: the word for it in :attr:`torchq.runtime.Placement.operators` and in records, where
+            that names several operators.
         syntax: the class of :mod:`ast` for its sign in code.
         classes: the modules of torch that compute it.
         effects: what it does to values. ``"move"``: rearranges the elements of its first argument,
