@@ -284,8 +284,6 @@ class RoutedModule(OperatorOwner):
     begin with ``torchq``, since the author's attributes stay.
     """
 
-    #: The class's own forward.
-    float_forward: ClassVar[Callable[..., Any]]
     #: What was read of it.
     reading: ClassVar[Rewritten]
 
@@ -398,7 +396,6 @@ def _routed_class(
         (RoutedModule, cls),
         f"{'Routed' if is_container else 'Quant'}{cls.__name__}",
         f":class:`{qualified_name(cls)}` with quantized operators and calls.",
-        float_forward=cls.forward,
         forward=found.forward,
         reading=found,
         input_slots=slots[0],
