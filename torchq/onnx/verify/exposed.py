@@ -204,7 +204,8 @@ def _fronts(nodes: Mapping[str, Node]) -> dict[str, set[str]]:
     fronts: dict[str, set[str]] = {}
     for name, node in nodes.items():
         fronts[name] = set()
-        pending, visited = [node.inputs[0]], {node.inputs[0]}
+        pending = [node.inputs[0]]
+        visited = {node.inputs[0]}
         while pending:
             current = pending.pop()
             producer = None if current is None else current.producer()
