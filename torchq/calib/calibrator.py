@@ -157,7 +157,8 @@ class Calibrator:
     @property
     def batches(self) -> int:
         """The number of non-empty tensors collected, known on the host."""
-        return self.observers[0].batches
+        result: int = self.observers[0].batches
+        return result
 
     @property
     def seen(self) -> bool:

@@ -225,9 +225,10 @@ class MovingAverageObserver(Observer):
         age = torch.arange(len(values) - 1, -1, -1, dtype=torch.float64, device="cpu")
         weights = self.momentum**age * (1 - self.momentum)
         weights[0] = self.momentum ** (len(self.recent) - 1)
-        return (
+        result: Tensor = (
             torch.tensordot(weights, values, dims=1).float().to(self.recent[0].device)
         )
+        return result
 
     def _allocate(self, shape: tuple[int, ...], device: torch.device) -> None:
         self.recent = deque(maxlen=self.window)

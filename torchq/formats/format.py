@@ -224,9 +224,12 @@ class FloatFormat(Format):
         """Return the value of a code without its sign bit, by the definition of the format."""
         exponent, mantissa = divmod(code, 2**self.mantissa_bits)
         fraction = mantissa / 2**self.mantissa_bits
+        value: float
         if exponent == 0 and self.has_zero:
-            return fraction * self.smallest_normal
-        return (1.0 + fraction) * 2.0 ** (exponent - self.bias)
+            value = fraction * self.smallest_normal
+        else:
+            value = (1.0 + fraction) * 2.0 ** (exponent - self.bias)
+        return value
 
     @cached_property
     def values(self) -> tuple[float, ...]:

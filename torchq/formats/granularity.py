@@ -68,7 +68,8 @@ class Granularity:
         if not dims:
             return parts.abs()
         largest = torch.linalg.vector_norm(parts, float("inf"), dim=dims, keepdim=True)
-        return largest.view(self.amax_shape(x.shape))
+        result: Tensor = largest.view(self.amax_shape(x.shape))
+        return result
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,8 @@ class PerBlock(Granularity):
             # Two numbers for each dimension, the last dimension first.
             behind = [0, 0] * (x.dim() - 1 - axis)
             x = torch.nn.functional.pad(x, [*behind, 0, missing])
-        return x.unflatten(axis, (x.shape[axis] // self.size, self.size))
+        result: Tensor = x.unflatten(axis, (x.shape[axis] // self.size, self.size))
+        return result
 
     def join(self, x: Tensor, shape: torch.Size) -> Tensor:
         """Undo :meth:`split`."""

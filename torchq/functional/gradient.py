@@ -44,7 +44,8 @@ class ScaleGradientFunction(torch.autograd.Function):
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
     """Return ``x``, any shape and dtype; its gradient is multiplied by ``factor``."""
-    return ScaleGradientFunction.apply(x, factor)
+    result: Tensor = ScaleGradientFunction.apply(x, factor)
+    return result
 
 
 def range_gradient_scale(elements: int, ranges: int, format: Format) -> float:
@@ -103,4 +104,5 @@ def straight_through(exact: Tensor, rounded: Tensor) -> Tensor:
     """
     if not (torch.is_grad_enabled() and exact.requires_grad) or torch.jit.is_tracing():
         return rounded
-    return StraightThroughFunction.apply(exact, rounded)
+    result: Tensor = StraightThroughFunction.apply(exact, rounded)
+    return result

@@ -122,7 +122,8 @@ def mark(x: Tensor, name: str, axis: int) -> Tensor:
     :func:`onnx_axis`, -1 for None.
     """
     if torch.jit.is_tracing():
-        return _LegacyMark.apply(x, name, axis)
+        result: Tensor = _LegacyMark.apply(x, name, axis)
+        return result
     attributes: dict[str, Any] = {"name": name, "axis": axis}
     return torch.onnx.ops.symbolic(
         "::".join(MARK), (x,), attributes, dtype=x.dtype, shape=x.shape, version=1
@@ -295,7 +296,8 @@ def _legacy(
 ) -> Tensor:
     with constant_while_tracing():
         grid = (scale.tolist(), point.tolist())
-        return _LegacyQuantizeDequantize.apply(x, grid, kind, axis, block)
+        result: Tensor = _LegacyQuantizeDequantize.apply(x, grid, kind, axis, block)
+        return result
 
 
 class _LegacyQuantizeDequantize(torch.autograd.Function):

@@ -30,7 +30,8 @@ def gru_cell(from_input: Tensor, from_hidden: Tensor, hidden: Tensor) -> Tensor:
     hidden_gates, hidden_candidate = from_hidden.split([2 * width, width], -1)
     reset, update = (input_gates + hidden_gates).sigmoid().chunk(2, -1)
     candidate = (input_candidate + reset * hidden_candidate).tanh()
-    return candidate + update * (hidden - candidate)
+    result: Tensor = candidate + update * (hidden - candidate)
+    return result
 
 
 def step_product(start: Tensor, weight: Tensor, sizes: Sequence[int]) -> Product:

@@ -590,7 +590,8 @@ def _home(node: fx.Node, module: nn.Module | None) -> str:
         home = type(module).__module__
     elif node.op == "call_function":
         home = getattr(node.target, "__module__", None) or home
-    return home.partition(".")[0]
+    result: str = home.partition(".")[0]
+    return result
 
 
 def _has_positional_flag(node: fx.Node) -> bool:

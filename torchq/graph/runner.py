@@ -600,7 +600,8 @@ class _Names:
     def result(self, where: str, name: str) -> fx.Node:
         """Return the node whose value ``name`` stands for."""
         if name in self.nodes:
-            return self.nodes[name]
+            result: fx.Node = self.nodes[name]
+            return result
         inside = self._one_call(where, name)
         members = set(inside)
         results = [node for node in inside if not members.issuperset(node.users)]

@@ -296,7 +296,10 @@ class _Sites(ast.NodeTransformer):
             return self.generic_visit(node)
         site = self._site(OPERATORS[name], [node.left, node.right])
         self.generic_visit(node)
-        return _routed(node, "binary", site, ast.Constant(name), node.left, node.right)
+        result: ast.AST = _routed(
+            node, "binary", site, ast.Constant(name), node.left, node.right
+        )
+        return result
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
         """Replace ``a += b`` and the like, where ``a`` is a name."""
@@ -327,9 +330,10 @@ class _Sites(ast.NodeTransformer):
         if row is not None:
             site = self._site(row, node.args, node.keywords)
             self.generic_visit(node)
-            return _routed(
+            result: ast.AST = _routed(
                 node, "call", site, node.func, *node.args, keywords=node.keywords
             )
+            return result
         if target is None and isinstance(node.func, ast.Attribute):
             return self._visit_method(node, node.func)
         return self._follow(node, target)
@@ -350,7 +354,10 @@ class _Sites(ast.NodeTransformer):
         site = self._site(row, [callee.value, *node.args], node.keywords)
         self.generic_visit(node)
         arguments = (ast.Constant(callee.attr), callee.value, *node.args)
-        return _routed(node, "method", site, *arguments, keywords=node.keywords)
+        result: ast.AST = _routed(
+            node, "method", site, *arguments, keywords=node.keywords
+        )
+        return result
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         """Leave attributes of the module itself; ``self`` alone stands for its children."""
@@ -393,7 +400,10 @@ class _Sites(ast.NodeTransformer):
             ]
         expected, new = map(_name, names)
         arguments = (callee[0], expected, new, *callee[1:], *node.args)
-        return _routed(node, "follow", site, *arguments, keywords=node.keywords)
+        result: ast.AST = _routed(
+            node, "follow", site, *arguments, keywords=node.keywords
+        )
+        return result
 
     def _rewritten(
         self, target: object, node: ast.Call, is_method: bool

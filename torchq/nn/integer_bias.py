@@ -69,7 +69,8 @@ def _products_step(layer: Any, bias: Tensor | None) -> Tensor | None:
         return None
     with torch.no_grad():
         scale: Tensor = layer.corrected_weight(of_weight.kept_scale()).flatten()
-        return of_input.kept_scale().reshape(()) * scale
+        result: Tensor | None = of_input.kept_scale().reshape(()) * scale
+        return result
 
 
 def _least_step(bias: Tensor) -> Tensor:

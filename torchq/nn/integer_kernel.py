@@ -1002,7 +1002,8 @@ def integer_gated(layer: Any, x: Any) -> Tensor | None:
         return None
     codes = _codes(kernel, of_input, grids[0], x)
     if not isinstance(codes, Tensor):
-        return codes.values * of_gate(codes.values.sigmoid())
+        result: Tensor | None = codes.values * of_gate(codes.values.sigmoid())
+        return result
     table, scaled = formulas
     gates = _looked_up(codes, table, grids[0])
     return _in_tiles(gates.mul_(codes), scaled, grids[2])

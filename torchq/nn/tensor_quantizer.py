@@ -199,7 +199,9 @@ class TensorQuantizer(nn.Module):
     def __dir__(self) -> list[str]:
         """Return the names of all attributes, without the scale where there is none yet."""
         return [
-            name for name in super().__dir__() if name != "scale" or self.calibrated
+            name
+            for name in super().__dir__()  # type: ignore[no-untyped-call]
+            if name != "scale" or self.calibrated
         ]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -835,7 +837,7 @@ class TensorQuantizer(nn.Module):
         # .half() must not round the range: only the device of the result is taken over.
         held = ["held_scale"] if "held_scale" in self._buffers else []
         before = {name: getattr(self, name).detach() for name in (*self._ends, *held)}
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for end, value in before.items():
             now = getattr(self, end)
             if now.dtype is not torch.float32:

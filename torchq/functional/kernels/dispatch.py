@@ -127,7 +127,8 @@ def mask_gradient(name: str, grad: Tensor, mask: Tensor) -> Tensor:
         return reference.mask_gradient(grad, mask)
     if name == "triton" and grad.stride() != mask.stride():
         return reference.mask_gradient(grad, mask)
-    return kernels(name).mask_gradient(grad, mask)
+    result: Tensor = kernels(name).mask_gradient(grad, mask)
+    return result
 
 
 def learned_gradients(
@@ -147,4 +148,7 @@ def learned_gradients(
     tensors_are_plain = all(map(is_plain, (grad, x, amax)))
     is_tiled = name == "tiled" and is_first_derivative and tensors_are_plain
     backend = tiled if is_tiled else reference
-    return backend.learned_gradients(grad, x, amax, format, scale_format)
+    result: tuple[Tensor, Tensor] = backend.learned_gradients(
+        grad, x, amax, format, scale_format
+    )
+    return result

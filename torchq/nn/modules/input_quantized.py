@@ -130,9 +130,11 @@ class QuantSiLU(InputQuantized, nn.SiLU):
         """Return ``x * sigmoid(x)`` of the quantized input."""
         gate = self.gate_quantizer
         if not isinstance(gate, TensorQuantizer) or gate.mode == "off":
-            return super().forward(input)
+            in_float: Tensor = super().forward(input)
+            return in_float
         result = integer_gated(self, input)
         if result is not None:
             return result
         x = self.input_quantizer(input)
-        return x * gate(torch.sigmoid(x))
+        simulated: Tensor = x * gate(torch.sigmoid(x))
+        return simulated

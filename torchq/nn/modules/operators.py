@@ -35,7 +35,8 @@ class Add(nn.Module):
 
     def forward(self, input: Tensor, other: Any) -> Tensor:
         """Return ``input + other``."""
-        return input + other
+        result: Tensor = input + other
+        return result
 
 
 class Mul(nn.Module):
@@ -43,7 +44,8 @@ class Mul(nn.Module):
 
     def forward(self, input: Tensor, other: Any) -> Tensor:
         """Return ``input * other``."""
-        return input * other
+        result: Tensor = input * other
+        return result
 
 
 class MatMul(nn.Module):
@@ -150,10 +152,11 @@ class QuantBinary(QuantModule):
 
     def forward(self, input: Any, other: Any) -> Tensor:
         """Return what the operator gives for the quantized operands."""
-        return super().forward(
+        result: Tensor = super().forward(
             _quantized(self.input_quantizer, input),
             _quantized(self.other_quantizer, other),
         )
+        return result
 
 
 def _quantized(quantizer: nn.Module, value: object) -> Any:
