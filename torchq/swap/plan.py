@@ -255,7 +255,8 @@ class Plan:
     placed: Mapping[str, QuantDescriptor] = field(default_factory=dict)
     shared: tuple[tuple[str, ...], ...] = ()
     modes: Mapping[str, str] = field(default_factory=dict)
-    fusions: tuple[Mapping[str, object], ...] = ()
+    # Files are read by these types: Any takes what a later check looks into.
+    fusions: tuple[Mapping[str, Any], ...] = ()
     target: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     recipe: str = ""
