@@ -50,7 +50,7 @@ def damaged(where: str, got: object, expected: str) -> ConfigError:
 def read(kind: object, value: object, where: str) -> Any:
     """Return the value of a type that JSON data stand for, the inverse of :func:`plain`."""
     parts = get_args(kind)
-    if kind is Any:
+    if kind is Any or kind is object:
         return value
     if get_origin(kind) is UnionType:
         return None if value is None else read(parts[0], value, where)
