@@ -420,6 +420,29 @@ def test_biases_of_layers_with_equal_weights_are_the_model_s_own(path: Path) -> 
     assert torchq.verify_onnx(model, path, [x], progress=False).ok
 
 
+class Positions(nn.Module):
+    """A layer of a table of positions, whose result is added to that of another layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(1, 8, 10, 10))
+        self.position = nn.Conv2d(8, 8, 1)
+        self.first = nn.Conv2d(8, 8, 1)
+        self.last = nn.Conv2d(8, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.sin(self.first(x) + self.position(self.table.sin())))
+
+
+def test_layers_of_stored_tensors_alone_are_computed_right(path: Path) -> None:
+    """OpenVINO computes them once, and the convolution of their codes wrongly."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 8, 10, 10)
+    model = quantized(Positions().eval(), x)
+    torchq.export_onnx(model, x, path, dynamo=False, progress=False)
+    assert torchq.verify_onnx(model, path, [x], progress=False).ok
+
+
 #: Average pooling over padding that counts.
 AVERAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "padded": lambda a, b: F.avg_pool2d(a, 3, 1, 1) + b,

@@ -300,6 +300,25 @@ def separate_small_factors(model: Model) -> None:
             separate(operand, node)
 
 
+def separate_constants(model: Model) -> None:
+    """Keep convolutions that depend on no input of the model off integers.
+
+    OpenVINO 2026.4 computes them once, as of a table of positions, and wrongly: the result is not
+    that of the codes.
+
+    Before: DequantizeLinear -> Conv, of values that follow from stored tensors alone.
+    After: Max(x, x), which is x, stands in front of the Conv.
+    """
+    read: set[Value] = set(model.graph.inputs)
+    for node in model.graph:
+        if any(value in read for value in node.inputs):
+            read.update(node.outputs)
+    for node in nodes_of(model, "Conv"):
+        value = node.inputs[0]
+        if value not in read and computed_by(value, "DequantizeLinear") is not None:
+            separate(value, node)
+
+
 def _moved_from(value: Value) -> Value:
     """Return the value whose elements were moved, and perhaps cut at 0."""
     while (moved := computed_by(value, *_MOVING)) is not None:
