@@ -69,8 +69,11 @@ def arrives(
     assert torchq.inspect_onnx(path).integer
     share = written.coverage.share
     planned = plan_of(model).share
-    assert share is not None and share > 0.9, written
-    if planned is not None:
+    # Layers in front of operators that calibrate left in float are named.
+    named = written.coverage.float_kernels
+    assert not named or any("runs in float" in text for text in written.warnings)
+    assert share is not None and share > (0.7 if named else 0.9), written
+    if planned is not None and not named:
         assert abs(share - planned.quantized) < 0.05, (written, planned)
 
     def simulated(batch: Any) -> Tensor:

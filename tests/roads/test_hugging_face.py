@@ -246,7 +246,10 @@ def test_attention_runs_on_integers(name: str, target: str, tmp_path: Path) -> N
     path = tmp_path / "net.onnx"
     written = torchq.export_onnx(model, batch, path, progress=False)
     # Products of query and key, and of the softmax and value, too. Last layers may be float.
-    assert written.coverage.share == pytest.approx(1.0, abs=0.05)
+    # Convolutions whose results a norm reads have float kernels; products of attention have none.
+    assert not [name for name in written.coverage.float_inputs if "matmul" in name]
+    if not written.coverage.float_kernels:
+        assert written.coverage.share == pytest.approx(1.0, abs=0.05)
     # Products of activations have no spare bit, which OpenVINO's kernels want without VNNI.
     if target == "onnxruntime" or not saturates():
         report = torchq.verify_onnx(model, path, [batch], progress=False)
