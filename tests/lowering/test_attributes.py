@@ -51,6 +51,15 @@ def test_code_that_reads_the_weight_sees_floating_point(dtype: torch.dtype) -> N
     )  # bf16 itself rounds to 8 bits
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_layers_of_bfloat16_agree_whatever_computes_it(seed: int) -> None:
+    """CPUs with instructions for it round elsewhere, and one code in ten is another one."""
+    torch.manual_seed(seed)
+    x = X.to(torch.bfloat16)
+    model = calibrated(Patches().to(torch.bfloat16), x)
+    assert isinstance(torchq.deploy(model, x).head, Int8Linear)
+
+
 def test_plain_attributes_stay() -> None:
     int8 = torchq.deploy(calibrated(Patches(), X), X)
     assert (int8.projection.f, int8.projection.kernel_size, int8.head.in_features) == (

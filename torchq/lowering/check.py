@@ -29,6 +29,9 @@ CODES_TOLERANCE = 0.03
 #: The relative error of floating-point tensors there. One code in 50 that is one off, of values of
 #: 32 codes, makes .0045. A gain of 1.01 would be .01.
 VALUES_TOLERANCE = 0.005
+#: Both in units of the distance of numbers beside 1 in the dtype that the model computes in, where
+#: that is more: both round every value to it, and bfloat16 has 8 bits, as codes have.
+_CODES_OF_PRECISION, _VALUES_OF_PRECISION = 32, 2
 
 
 class ReferenceCheck:
@@ -64,7 +67,11 @@ class ReferenceCheck:
         """Return what is wrong with a model on kernels of torch, and what is suspicious; or ""."""
         far = self.difference(model, RESULT_TOLERANCE)
         pairs = forced_pairs(model, self._simulated, self.example)
-        layer = next((what for what, got, want in pairs if not _agree(got, want)), None)
+        precision = _precision_of(self._simulated)
+        layer = next(
+            (what for what, got, want in pairs if not _agree(got, want, precision)),
+            None,
+        )
         if layer is not None:
             difference = (
                 f"given the inputs of the simulation, {layer} differs, for {self.what}"
@@ -210,11 +217,19 @@ def _original(path: str) -> str:
     return path.partition("_again")[0]
 
 
-def _agree(got: Tensor, want: Tensor) -> bool:
+def _precision_of(model: nn.Module) -> float:
+    """Return the distance of numbers beside 1 in the coarsest dtype of parameters."""
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+
+
+def _agree(got: Tensor, want: Tensor, precision: float) -> bool:
     """Return True if two tensors of values, or of codes, differ by no more than rounding."""
     if got.shape != want.shape:
         return False
     if got.dtype is torch.uint8:
         off = (got.int() - want.int()).abs()
-        return float(off.sum()) <= max(2.0, CODES_TOLERANCE * got.numel())
-    return distance(got, want) <= VALUES_TOLERANCE * norm(want)
+        share = max(CODES_TOLERANCE, _CODES_OF_PRECISION * precision)
+        return float(off.sum()) <= max(2.0, share * got.numel())
+    allowed = max(VALUES_TOLERANCE, _VALUES_OF_PRECISION * precision)
+    return distance(got, want) <= allowed * norm(want)
