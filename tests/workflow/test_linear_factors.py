@@ -185,6 +185,19 @@ def test_a_rule_that_names_a_layer_keeps_it_as_it_is() -> None:
     assert model.head.weight_quantizer.pre_quant_scale is None
 
 
+def test_inference_mode_finds_the_same_factors() -> None:
+    """Its tensors count no versions, by which layers that read one tensor are known."""
+    expected = quantized()
+    calibrated(expected)
+    model = quantized()
+    with torch.inference_mode():
+        calibrated(model)
+    assert [d.factors for d in plan_of(model).decisions] == [
+        d.factors for d in plan_of(expected).decisions
+    ]
+    assert any(d.factors for d in plan_of(model).decisions)
+
+
 def test_a_second_calibration_decides_anew() -> None:
     model = quantized("onnxruntime")
     first = calibrated(model)

@@ -19,7 +19,7 @@ from torchq.analysis.outputs import Evaluate, batch_size, plain
 from torchq.analysis.sensitivity import Disturbance, fisher_costs, sensitivity
 from torchq.config import QuantConfig, Rule
 from torchq.errors import CalibrationError, ConfigError
-from torchq.graph import Forward, call_model
+from torchq.graph import Forward, call_model, version_of
 from torchq.nn import shared_groups
 from torchq.swap import Decision, quantize_, restore_
 from torchq.workflow.calibrate import calibrate
@@ -287,8 +287,8 @@ def gather_facts(
         started.append(total())
         if args and isinstance(args[0], Tensor) and args[0].numel():
             x = args[0]
-            version = 0 if x.is_inference() else x._version
-            facts[name].reads.add((x.data_ptr(), tuple(x.shape), x.stride(), version))
+            tensor = (x.data_ptr(), tuple(x.shape), x.stride(), version_of(x))
+            facts[name].reads.add(tensor)
             alive.append(x)
 
     def leave(name: str, args: object, kwargs: object, output: object) -> None:

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchq.formats import PerAxis, PerTensor
+from torchq.graph import version_of
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.swap.apply import keep_as_plan, plan_of
 from torchq.swap.plan import Factors, Plan
@@ -234,16 +235,20 @@ class LinearInputs:
         self._read.clear()
 
     def _see(self, name: str, args: Any, kwargs: Any, _: None) -> None:
-        x = (args[0] if args else kwargs["input"]).detach()
         given: Tensor = args[0] if args else kwargs["input"]
+        # Inference tensors count no versions. One that was overwritten since counts as the same:
+        # its layers then share factors, which suit the ends of both.
+        version = version_of(given)
         if name not in self.first:
             same = (
                 other
-                for reference, version, other in self._read
-                if reference() is given and version == given._version
+                for reference, read_version, other in self._read
+                if reference() is given and read_version == version
             )
-            self.first[name] = self.first.get(leader := next(same, name), leader)
-            self._read.append((weakref.ref(given), given._version, name))
+            leader = next(same, name)
+            self.first[name] = self.first.get(leader, leader)
+            self._read.append((weakref.ref(given), version, name))
+        x = given.detach()
         flat = x.reshape(-1, x.shape[-1])
         self.counts[name] = self.counts.get(name, 0) + len(flat)
         if not len(flat):
