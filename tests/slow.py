@@ -30,6 +30,8 @@ import pytest
 #: How many slow tests were left out, in the process that collected them.
 LEFT_OUT = pytest.StashKey[int]()
 #: Seconds of processor time that a test may take on CI, with its fixtures, without being slow.
+#: Whole jobs with the trainers of others, marked ``integration``, may take more: they have a run of
+#: their own.
 LIMIT = 15.0
 #: The processor time when the setup of a test began.
 BEGAN = pytest.StashKey[float]()
@@ -149,7 +151,8 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Fail a test that takes too long for the default run, where CI runs it."""
     yield
     seconds = processor_time() - item.stash[BEGAN]
-    if seconds > LIMIT and "CI" in os.environ and not item.get_closest_marker("slow"):
+    may_take_long = any(map(item.get_closest_marker, ("slow", "integration")))
+    if seconds > LIMIT and "CI" in os.environ and not may_take_long:
         pytest.fail(
             f"the test took {seconds:.0f} s of processor time; expected at most {LIMIT:g} s. "
             "Make it smaller, or mark it slow"
