@@ -78,7 +78,10 @@ def test_its_codes_run_in_another_runtime(
     report = torchq.verify_onnx(network, path, [images], progress=False)
     print(f"\nUltralytics train(quantize=8), {door.__name__}, {target}: {report}")
     assert report.ok, report
-    assert written.coverage.share is not None and written.coverage.share > 0.9
+    share = written.coverage.share
     if target == "onnxruntime":
         # ModelOpt quantizes no results, without which ONNX Runtime computes in float; as is said.
+        assert share == 0.0
         assert any("runs in float" in warning for warning in written.warnings)
+    else:
+        assert share is not None and share > 0.9
