@@ -113,7 +113,7 @@ def last_bit_of_a_scale(model: Any, _: pytest.MonkeyPatch) -> None:
 
 
 def a_bias_by_one(model: Any, _: pytest.MonkeyPatch) -> None:
-    layer = model.gate
+    layer = model.stem
     step = layer.input_quantizer.scale * layer.weight_quantizer.scale.flatten()
     layer.bias += step
 
