@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchq
-from torchq.lowering.kernel import available, saturates
+from torchq.lowering.kernel import available, saturates, scales_in_turn
 from torchq.lowering.layer import Int8Layer
 from torchq.nn.integer_kernel import kernels_off
 from torchq.runtimes.torch import OneDnnArithmetic
@@ -113,17 +113,23 @@ def a_bias_by_one(model: Any, _: pytest.MonkeyPatch) -> None:
     layer.bias += layer.input_quantizer.scale * layer.weight_quantizer.scale.flatten()
 
 
-def factors_in_one(model: Any, patch: pytest.MonkeyPatch) -> None:
-    """Multiply by both factors of a float result at once."""
+def factors_in_another_order(model: Any, patch: pytest.MonkeyPatch) -> None:
+    """Multiply by both factors of a float result at once where kernels do so in turn."""
 
     def finishes(self: Any, numbers: Any) -> Callable[[Tensor], Tensor]:
         if numbers.to is not None:
             result: Callable[[Tensor], Tensor] = kept(self, numbers)
             return result
-        step = numbers.of.scale.reshape(()) * numbers.scale
-        return lambda sums: sums.mul_(_over(step, sums)).add_(
-            _over(numbers.bias if numbers.bias is not None else step * 0, sums)
-        )
+        of_input = numbers.of.scale.reshape(())
+        step = of_input * numbers.scale
+        bias = numbers.bias if numbers.bias is not None else step * 0
+        if not scales_in_turn():
+            return lambda sums: (
+                sums.mul_(of_input)
+                .mul_(_over(numbers.scale, sums))
+                .add_(_over(bias, sums))
+            )
+        return lambda sums: sums.mul_(_over(step, sums)).add_(_over(bias, sums))
 
     kept = OneDnnArithmetic.finishes
     patch.setattr(OneDnnArithmetic, "finishes", finishes)
@@ -133,8 +139,11 @@ def _over(numbers: Tensor, sums: Tensor) -> Tensor:
     return numbers.view(-1, 1, 1) if sums.dim() == 4 else numbers
 
 
+DAMAGES = [last_bit_of_a_scale, a_bias_by_one, factors_in_another_order]
+
+
 @needs_kernels
-@pytest.mark.parametrize("damage", [last_bit_of_a_scale, a_bias_by_one, factors_in_one])
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_what_is_off_by_one_is_another_result(
     damage: Callable[[Any, pytest.MonkeyPatch], None],
     kinds: tuple[Any, nn.Module, Tensor],

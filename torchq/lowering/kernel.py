@@ -431,3 +431,26 @@ def saturates() -> bool:
         if bool((run(image) != exact).any()):
             return True
     return False
+
+
+@lru_cache
+def scales_in_turn() -> bool | None:
+    """Return True if float results are sums times the input's scale, then times the weight's.
+
+    False if both scales are multiplied first; None if neither is what the kernels return. Found by
+    computing such sums: oneDNN 3.12 multiplies in turn, 3.7 at once.
+    """
+    if not available() or saturates():
+        return None
+    # Ones, and codes of several sums.
+    x = torch.ones(16, 64, dtype=torch.uint8, device="cpu")
+    codes = torch.arange(64 * 64, device="cpu").remainder_(101).view(64, 64)
+    codes = codes.to(torch.int8)
+    scale = torch.linspace(0.001, 0.002, 64, dtype=torch.float32, device="cpu")
+    of_input = torch.tensor(0.0123, dtype=torch.float32, device="cpu")
+    weights = Int8Weights(codes, scale, None, float(of_input), 0)
+    result = Kernel(codes).bind(x.shape, weights, ConvParams(), Epilogue())(x)
+    sums = codes.sum(1).float().expand(16, -1)
+    if torch.equal(result, sums * of_input * scale):
+        return True
+    return False if torch.equal(result, sums * (of_input * scale)) else None

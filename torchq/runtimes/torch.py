@@ -29,7 +29,7 @@ from torchq.functional import QParams
 from torchq.functional.kernels.tiled import tiles
 from torchq.functional.windows import Windows
 from torchq.lowering.api import lower_model
-from torchq.lowering.kernel import available, saturates
+from torchq.lowering.kernel import scales_in_turn
 from torchq.runtime import Arithmetic, LayerNumbers
 from torchq.runtimes.engine import Engine, Task
 from torchq.utils import copy_module
@@ -56,8 +56,8 @@ class Torch(Engine):
 
     @property
     def arithmetic(self) -> Arithmetic | None:
-        """See :attr:`Runtime.arithmetic`; None where kernels overflow, or there are none."""
-        return OneDnnArithmetic() if available() and not saturates() else None
+        """See :attr:`Runtime.arithmetic`; None where kernels overflow, or are not known."""
+        return None if scales_in_turn() is None else OneDnnArithmetic()
 
     def build(self, task: Task) -> nn.Module:
         """See :meth:`Engine.build`; the task may have no example."""
@@ -79,7 +79,8 @@ class OneDnnArithmetic:
     ``acc`` is the sum of products with the codes as they are stored, zero point included, ``b`` the
     bias with what the zero point adds.
 
-    -   A float result: ``fl(fl(fl(float(acc) * sx) * sw) + b)``.
+    -   A float result: ``fl(fl(fl(float(acc) * sx) * sw) + b)``, or ``fl(fl(float(acc) * fl(sx *
+        sw)) + b)``; see :func:`torchq.lowering.kernel.scales_in_turn`.
     -   Codes, where only clips stand between: ``rint(fl(fl(fl(float(acc) * f) + fl(b / sy)) + zy))
         - zy`` with ``f = fl(sw * sx / sy)``, whose factors are multiplied in float64.
 
@@ -103,6 +104,8 @@ class OneDnnArithmetic:
         bias = None if bias is None else bias.float()
         of_zero = (codes_sum * zero).float() if zero else None
         factors: tuple[Tensor, ...] = numbers.of.scale.reshape(()), numbers.scale
+        if not scales_in_turn():
+            factors = (factors[0] * factors[1],)
         dims = numbers.weight.dim() - 2
         is_whole = numbers.to is not None and (
             dims < _VOLUME_DIMS or "result" not in numbers.from_zero
