@@ -53,6 +53,10 @@ _WORTH = 0.8
 _LEAST_GAIN = 1.0
 #: The part of the work of a model that its linear layers must have.
 _SHARE = 0.5
+#: The gain of a layer, in dB, that is written where its error is gone.
+_MOST = 200.0
+#: What rules begin with that name no layer.
+_OF_KINDS = ("type:", "last", "first")
 #: The method of ranges that the ends of channels alone give.
 _BY_ENDS = "max"
 #: The method of weights that looks at what their layer reads.
@@ -184,9 +188,6 @@ def _linear_share(plan: Plan) -> float:
 def names_a_layer(rule: str) -> bool:
     """Return True for a rule that someone wrote about modules by their paths."""
     return bool(rule) and not rule.startswith(_OF_KINDS) and rule != "*"
-
-
-_OF_KINDS = ("type:", "last", "first")
 
 
 def _may_hold(module: nn.Module) -> bool:
@@ -421,10 +422,6 @@ def _best_factors(
             factors = Factors(_ALPHAS[tried.index(least)], min(gain, _MOST))
             chosen.append((one, factors))
     return chosen
-
-
-#: The gain of a layer, in dB, that is written where its error is gone.
-_MOST = 200.0
 
 
 class _Dropped(Exception):

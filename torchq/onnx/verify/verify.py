@@ -607,7 +607,7 @@ class _File:
 
     @property
     def hint(self) -> str:
-        """What to do where something differs."""
+        """Say what to do where something differs."""
         if self._chip is not None:
             return _CHIP_HINT
         wrong = [row for row in self.rows() if not row.ok]
