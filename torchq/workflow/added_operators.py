@@ -202,6 +202,20 @@ def results_of(model: nn.Module, samples: Iterable[Sample]) -> list[list[Tensor]
     return results_of_all
 
 
+def compared(
+    model: nn.Module,
+    samples: Sequence[Sample],
+    before: Sequence[Sequence[Tensor]],
+    after: Sequence[Sequence[Tensor]],
+    group: dist.ProcessGroup | None,
+) -> Comparison:
+    """Return what two versions of a model give for samples, beside the results in float."""
+    sums = NoiseSums()
+    for sample, old, new in zip(samples, before, after, strict=True):
+        sums.add(sample.exact, old, new, sample.batches)
+    return sums.comparison(group, device_of(model))
+
+
 def arguments_of(runs: Runs, batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of the model's call for a batch, as its last call has them."""
     device = device_of(runs.model)
@@ -772,14 +786,10 @@ def _tried(
     choice = replace(ranked, left_float=(*worst, *others))
     few = samples_of_all()
     before = results_of(model, few)
-    sums = NoiseSums()
     try:
         with unchanged_on_error(model):
             replan_(model, _with_noise(plan, choice))
-            after = results_of(model, few)
-            for sample, old, new in zip(few, before, after, strict=True):
-                sums.add(sample.exact, old, new, sample.batches)
-            outputs = sums.comparison(group, device_of(model))
+            outputs = compared(model, few, before, results_of(model, few), group)
             choice = replace(choice, outputs=outputs)
             if not choice.gain >= _LEAST_GAIN:
                 raise _Dropped

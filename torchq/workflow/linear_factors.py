@@ -33,10 +33,10 @@ from torchq.graph import version_of
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.swap.apply import keep_as_plan, plan_of
 from torchq.swap.plan import Factors, Plan
-from torchq.utils import device_of, undone_on_error, watching
-from torchq.workflow.added_operators import UNNOTICED, Sample, results_of
+from torchq.utils import undone_on_error, watching
+from torchq.workflow.added_operators import UNNOTICED, Sample, compared, results_of
 from torchq.workflow.layer_matrices import channel_ranges
-from torchq.workflow.runs import Comparison, NoiseSums, Runs
+from torchq.workflow.runs import Comparison, Runs
 
 #: Exponents that are tried for each input; see :func:`channel_factors`.
 _ALPHAS = (0.5, 0.8)
@@ -453,7 +453,6 @@ def choose_factors_(
         return FactorChoice()
     quantizers = [q for one in groups for q in one.quantizers]
     written = [b for q in quantizers for b in (*q.buffers(), *q.parameters())]
-    sums = NoiseSums()
     choice = FactorChoice()
     try:
         with undone_on_error(*quantizers, written=written):
@@ -466,10 +465,7 @@ def choose_factors_(
                 raise _Dropped
             for one, factors in chosen:
                 _set_(one, _factors_of(one, factors.alpha))
-            after = results_of(model, few)
-            for sample, old, new in zip(few, before, after, strict=True):
-                sums.add(sample.exact, old, new, sample.batches)
-            outputs = sums.comparison(group, device_of(model))
+            outputs = compared(model, few, before, results_of(model, few), group)
             layers = {name: by for one, by in chosen for name in one.names}
             choice = FactorChoice(tried=len(layers), outputs=outputs)
             if not outputs.gain >= _LEAST_GAIN:
@@ -489,10 +485,8 @@ def _noise_of(
     group: dist.ProcessGroup | None,
 ) -> float:
     """Return the noise in results over their signal, of all ranks; 0 where nothing compares."""
-    sums = NoiseSums()
-    for sample, result in zip(samples, results, strict=True):
-        sums.add(sample.exact, sample.exact, result, sample.batches)
-    return sums.comparison(group, device_of(model)).after or 0.0
+    exact = [sample.exact for sample in samples]
+    return compared(model, samples, exact, results, group).after or 0.0
 
 
 def take_back_factors_(model: nn.Module, pending: Iterable[int]) -> None:
