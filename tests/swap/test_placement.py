@@ -77,6 +77,92 @@ def test_what_is_computed_from_sizes_alone_gets_no_quantizers() -> None:
         assert failed == [] and [operator.kind for operator in found] == ["cat", "cat"]
 
 
+class Counted(nn.Module):
+    """Notes each call of its forward: whether it ran on numbers, and the mode of a trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        note_call(x)
+        return self.conv(x) + x
+
+
+class Moody(Counted):
+    """Adds in one mode and concatenates in the other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        note_call(x)
+        y = self.conv(x)
+        return torch.cat([y, x]) if self.training else y + x
+
+
+class Asking(Moody):
+    """Asks for its mode in a method that its forward calls."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        note_call(x)
+        y = self.conv(x)
+        return torch.cat([y, x]) if self.trains() else y + x
+
+    def trains(self) -> bool:
+        return bool(getattr(self, "training"))  # noqa: B009
+
+
+CALLS: list[str] = []
+
+
+def note_call(x: object) -> None:
+    CALLS.append("run" if isinstance(x, Tensor) else "trace")
+
+
+@pytest.mark.parametrize("mode", [False, True])
+@pytest.mark.parametrize("cls", [Moody, Asking])
+def test_operators_of_both_modes_are_found(cls: type[nn.Module], mode: bool) -> None:
+    model = cls().train(mode)
+    found, failed = find_operators(model, KINDS)
+    assert failed == [] and sorted(op.kind for op in found) == ["add", "cat"]
+    assert type(model) is cls and model.training is mode
+
+
+def test_a_forward_that_asks_for_no_mode_is_traced_once() -> None:
+    traces = {}
+    for model in (Counted(), Moody(), Asking()):
+        CALLS.clear()
+        found, failed = find_operators(model, KINDS)
+        assert found and failed == []
+        traces[type(model).__name__] = CALLS.count("trace")
+    assert traces == {"Counted": 1, "Moody": 2, "Asking": 2}
+
+
+def test_a_trace_that_fails_leaves_the_class() -> None:
+    class Failing(Counted):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(x) if x.sum() > 0 else x
+
+    model = Failing()
+    find_operators(model, KINDS)
+    assert type(model) is Failing and "training" in vars(model)
+
+
+@pytest.mark.parametrize("example", [None, torch.ones(1, 4, 2, 2)])
+def test_planning_runs_a_model_twice_and_a_comparison_twice_more(
+    example: Tensor | None,
+) -> None:
+    runs = []
+    for options in (None, {"check": False}, {}):
+        CALLS.clear()
+        if options is None:
+            torchq.plan(Counted(), target="onnxruntime", example=example)
+        else:
+            torchq.quantize_(
+                Counted(), target="onnxruntime", example=example, **options
+            )
+        runs.append(CALLS.count("run"))
+    assert runs == ([0, 0, 0] if example is None else [2, 2, 4])
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("target", [r.name for r in RUNTIMES.values() if r.placement])
 def test_targets_quantize_what_they_say(target: str) -> None:

@@ -25,7 +25,7 @@ from torchq.graph import (
 from torchq.graph.operators import DROPOUTS
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.nn.calls.find import Seen
-from torchq.nn.calls.modules import recording_operators, trace_forward
+from torchq.nn.calls.modules import noting_mode, recording_operators, trace_forward
 from torchq.nn.calls.routes import Recorder
 from torchq.nn.modules.operators import OPERATORS, stand_in
 from torchq.utils import child_path, modules_with_names, state_kept
@@ -245,10 +245,16 @@ def _traced(
     candidates: _Candidates = {}
     read_again: set[str] = set()
     hidden = 0
-    with recording_operators([module]) as recorders, state_kept(module) as restore:
+    with (
+        recording_operators([module]) as recorders,
+        noting_mode(module) as mode,
+        state_kept(module) as restore,
+    ):
+        recorder = recorders.get(id(module))
         for training in (False, True):
+            if training and not mode.was_read:
+                break  # The graph would be the same.
             graph = trace_forward(module, training, restore)
-            recorder = recorders.get(id(module))
             named = _sites_of_nodes(recorder, graph)
             read_again |= _with_other_readers(module, graph, recorder)
             if isinstance(module, fx.GraphModule):

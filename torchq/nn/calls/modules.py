@@ -447,6 +447,44 @@ def recording_operators(
             change_class(module, cls)
 
 
+class NotedMode:
+    """The attribute ``training`` of one module, which notes that somebody reads it.
+
+    Attributes:
+        was_read: somebody did.
+    """
+
+    def __init__(self) -> None:
+        self.was_read = False
+
+    def __get__(self, module: Any, cls: type[nn.Module]) -> Any:
+        if module is None:
+            return self
+        self.was_read = True
+        return vars(module)["training"]
+
+    def __set__(self, module: nn.Module, mode: bool) -> None:
+        vars(module)["training"] = mode
+
+
+@contextmanager
+def noting_mode(module: nn.Module) -> Iterator[NotedMode]:
+    """Note in the block whether the code of a module asks if it trains; a graph never asks."""
+    cls = type(module)
+    mode = NotedMode()
+    if isinstance(module, fx.GraphModule):
+        yield mode
+        return
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    body = {"training": mode, **names}
+    noting = types.new_class(cls.__name__, (cls,), {}, lambda space: space.update(body))
+    change_class(module, noting)
+    try:
+        yield mode
+    finally:
+        change_class(module, cls)
+
+
 class _ShallowTracer(ForwardTracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
@@ -461,7 +499,8 @@ def trace_forward(
     """
     if isinstance(module, fx.GraphModule):
         return copy.deepcopy(module.graph)
-    before = module.training
+    # Not read as an attribute, which :func:`noting_mode` would note.
+    before = vars(module)["training"]
     module.training = training
     try:
         return trace_call(_ShallowTracer(), module, restore=restore)
