@@ -232,16 +232,44 @@ def check_results(block: str, names: dict[str, Any]) -> None:
 # --- docs/architecture.md -----------------------------------------------------------------------
 
 MAP = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-NAMED = set(re.findall(r"(?<![\w./])(?:\w+/)+\w+\.(?:py|md)", MAP))
+#: A file, or a folder, which ends in a slash.
+PATH = re.compile(
+    r"(?<![\w./])(?:(?:\w+/)*\w+\.(?:pyi?|md|txt|toml|json)|(?:\w+/)+)(?![\w/])"
+)
+
+
+def paths_that_are_missing(page: str) -> list[str]:
+    """Paths are relative to torchq/, to the repository, or to the file named before in a row."""
+    missing = []
+    for line in page.splitlines():
+        places = [ROOT / "torchq", ROOT]
+        for name in PATH.findall(line):
+            path = next((p / name for p in places if (p / name).exists()), None)
+            if path is None:
+                missing.append(name)
+            else:
+                places.append(path.parent)
+    return missing
 
 
 def test_the_map_names_files_that_exist() -> None:
-    """Paths on the map are relative to torchq/, or to the repository."""
-    places = (ROOT / "torchq", ROOT)
-    missing = [
-        name for name in NAMED if not any((place / name).exists() for place in places)
-    ]
-    assert sorted(missing) == []
+    assert len(PATH.findall(MAP)) > 100
+    assert paths_that_are_missing(MAP) == []
+    row = "| nn/convert.py, gone.py; tests/gone/ | nn/modules/linear.py, conv.py; runtimes/ |"
+    assert paths_that_are_missing(row) == ["gone.py", "tests/gone/"]
+
+
+def test_the_map_names_what_the_code_has() -> None:
+    sources = [ROOT / "pyproject.toml", *(ROOT / "torchq").rglob("*.py*")]
+    texts = [p.read_text(encoding="utf-8") for p in sources if p.suffix != ".pyc"]
+    words = set(re.findall(r"\w+", "\n".join(texts)))
+    named = {
+        word
+        for code in re.findall(r"`([^`\n]+)`", MAP)
+        for word in re.findall(r"\w+", code)
+    }
+    assert len(named) > 100
+    assert sorted(named - words) == []
 
 
 def test_the_layers_are_those_of_the_contract() -> None:

@@ -11,6 +11,11 @@ The second run cannot be read from the first. Which tensors a quantizer reads is
 layer, which anyone can register, and forwards with calls of weights run rewritten. An operator that
 worked in place gives a new tensor, and one activation that stands in several places is several. And
 a forward that looks at the classes of its layers is refused because of what this run does.
+
+Nor can the first be left out by converting what the source of forwards shows: of 72 networks of the
+tests, a run changes what is converted in 21. Little would be won. With what both runs note noted in
+one, ResNet-18, MobileNetV2 and GoogLeNet were planned in 97 to 107 % of the time, as noting takes
+longer than their layers and each of two watchers sees what the other one calls; ViT-B/16 in 68 %.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
