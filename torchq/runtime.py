@@ -96,7 +96,8 @@ class LayerNumbers:
     from_zero: tuple[str, ...]
 
 
-#: The function of exact sums of codes less zero points, in place, that gives a layer's results.
+#: Makes of the numbers of a layer the function that turns its exact sums, of codes less their zero
+#: points, into its results, in place.
 Finishes = Callable[[LayerNumbers], Callable[[Tensor], Tensor]]
 #: ``product(x, weight, bias, multiply)``: the result of a layer in float, with ``multiply(x,
 #: weight, bias)`` as torch computes it.

@@ -225,7 +225,10 @@ def affine_bounds(
 def _aligned(
     name: str, x: Tensor, value: Tensor | float, granularity: Granularity
 ) -> Tensor:
-    """Return ``value`` in the compute dtype, aligned with the split ``x``; ``name`` is called."""
+    """Return ``value`` in the compute dtype, aligned with the split ``x``.
+
+    ``name`` is that of the public function, for the error.
+    """
     if not x.is_floating_point():
         raise TypeError(
             f"{name}: got a tensor of {x.dtype}; expected a floating-point tensor. "

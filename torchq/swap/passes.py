@@ -716,7 +716,8 @@ class _Results:
         result_slots = []
         for kernel in kernels:
             slots = self._behind(kernel.result, False)
-            # A kernel returns codes of one range, so a result that is read in two runs in float.
+            # A kernel returns codes of one range. Where a result is read with two ranges, the
+            # layer computes in float.
             if not slots or not self.have_one_range(slots) or self._is_float(kernel):
                 return []
             result_slots += slots

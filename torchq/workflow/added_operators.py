@@ -402,7 +402,8 @@ class _Errors:
                 return tensor
             error = next(errors) - tensor.detach()
             if not tensor.requires_grad:
-                # Where the first operator starts the graph. What overwrites it needs no leaf.
+                # Gradients begin at the first operator. The copy is no leaf, so that an operator
+                # behind it may still work in place.
                 tensor = tensor.detach().requires_grad_().clone()
             tensor.register_hook(partial(self._add, name, error))
             return tensor

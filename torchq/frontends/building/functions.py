@@ -320,6 +320,7 @@ def _written_suppression(inputs: Sequence[Tensor], center_form: bool) -> Tensor:
 
 
 def _keep(corners: Tensor, order: Tensor, most: int, overlap: float) -> list[int]:
+    """Return the boxes, best first, that no better box overlaps by more than ``overlap``."""
     kept_indices: list[int] = []
     while len(order) and len(kept_indices) < most:
         best = int(order[0])

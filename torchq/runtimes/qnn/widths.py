@@ -115,7 +115,7 @@ def _parts(model: Model) -> Iterator[set[Node]]:
 
 
 def _borders(nodes: set[Node]) -> Iterator[Node]:
-    """Yield what makes values of codes for some operators, and codes of their results."""
+    """Yield the DequantizeLinear in front of some operators, and the QuantizeLinear behind them."""
     borders: dict[Node, None] = {}
     for node in nodes:
         before = (value.producer() for value in node.inputs if value is not None)

@@ -372,6 +372,7 @@ class _Typing:
         return new
 
     def _stored(self, value: Value, wanted: DataType) -> Value:
+        """Return stored numbers in a type; those that do not fit the short one are noted."""
         if wanted == self.long:
             return value
         numbers = value_of(value)
