@@ -234,6 +234,61 @@ def test_a_choice_without_gain_is_dropped(monkeypatch: pytest.MonkeyPatch) -> No
     assert plan_of(model).modes == planned.modes
 
 
+def jackknifed_error(noise: Tensor) -> float:
+    """Return the standard error of a gain by leaving out one sample at a time.
+
+    Args:
+        noise: (2, samples), without and with a change.
+    """
+    gains = []
+    for sample in range(noise.shape[1]):
+        others = [i for i in range(noise.shape[1]) if i != sample]
+        before, after = noise[:, others].sum(1).tolist()
+        gains.append(10 * math.log10(before / after))
+    mean = sum(gains) / len(gains)
+    squares = sum((gain - mean) ** 2 for gain in gains)
+    return math.sqrt(squares * (len(gains) - 1) / len(gains))
+
+
+def test_the_error_of_a_gain_is_that_of_leaving_samples_out() -> None:
+    generator = torch.Generator().manual_seed(7)
+    exact = torch.randn(200, 6, generator=generator)
+    noise = torch.randn(2, 200, 6, generator=generator) * 0.1
+    results = [(exact + noise[0],), (exact + 0.7 * noise[1],)]
+    parts = [slice(0, 64), slice(64, 200)]
+    samples = [added_operators.Sample((), {}, None, [exact[part]]) for part in parts]
+    before, after = ([[r[part]] for part in parts] for (r,) in results)
+    error = added_operators._error_of_gain(
+        nn.Linear(1, 1), samples, (before, after), None
+    )
+    squares = torch.stack([(r - exact).square().sum(1) for (r,) in results])
+    # To first order in the noise of one of 200 samples.
+    assert error == pytest.approx(jackknifed_error(squares.double()), rel=0.02)
+    assert error > 0.2
+
+
+def test_a_gain_of_one_sample_has_no_error() -> None:
+    exact = torch.ones(1, 6)
+    sample = added_operators.Sample((), {}, 1, [exact])
+    results = [[exact + 1]], [[exact + 0.1]]
+    model = nn.Linear(1, 1)
+    assert added_operators._error_of_gain(model, [sample], results, None) == 0
+
+
+def test_a_gain_within_its_error_leaves_nothing_in_float(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    error = 0.0
+    monkeypatch.setattr(added_operators, "_error_of_gain", lambda *_: error)
+    sure = calibrated(quantized(Spectrum())).operators
+    assert sure.left_float
+    error = sure.gain / 2
+    model = quantized(Spectrum())
+    report = calibrated(model)
+    assert report.operators.left_float == ()
+    assert not any(d.left_float for d in plan_of(model).replaced)
+
+
 def test_an_interrupt_leaves_the_placement_as_it_was() -> None:
     model = quantized(Spectrum())
     before = plan_of(model)
@@ -320,8 +375,8 @@ class OneByOne(Spectrum):
 
 @pytest.mark.parametrize(
     ("network", "calls"),
-    # In float, along errors and quantized: in one run each of two batches together, or apart.
-    [(Spectrum, 3), (OneByOne, 6)],
+    # In float, along errors and quantized: in one run each of four batches together, or apart.
+    [(Spectrum, 3), (OneByOne, 12)],
 )
 def test_small_batches_are_ranked_together_where_the_model_takes_them(
     network: type[nn.Module], calls: int
@@ -347,4 +402,4 @@ def test_small_batches_are_ranked_together_where_the_model_takes_them(
         samples = added_operators._some_samples(runs, len(batches))
         ranked = added_operators.rank_operators(runs, names, samples)
     assert ranked.by == "gradients"
-    assert len(sizes) == calls and sum(sizes) == 6
+    assert len(sizes) == calls and sum(sizes) == 12
