@@ -99,6 +99,9 @@ class LayerNumbers:
 #: Makes of the numbers of a layer the function that turns its exact sums, of codes less their zero
 #: points, into its results, in place.
 Finishes = Callable[[LayerNumbers], Callable[[Tensor], Tensor]]
+#: ``float_products(step, bias)``: the function of exact sums, in units of ``step``, in place, that
+#: gives float results.
+FloatProducts = Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
 #: ``product(x, weight, bias, multiply)``: the result of a layer in float, with ``multiply(x,
 #: weight, bias)`` as torch computes it.
 ValuesProduct = Callable[
@@ -112,29 +115,11 @@ ValuesProduct = Callable[
 ]
 
 
-class Arithmetic(Protocol):
-    """How the integer kernels of a runtime round: its formulas, on whole numbers in float32.
+class CodeBiases(Protocol):
+    """The formulas of layers whose kernels add biases as codes, and round sums once.
 
-    Codes are less their zero points here, and are not clamped to the ends of their type: who reads
-    them does that. ``step`` is the scale of the input times those of the weight, as it broadcasts
-    against the sums.
+    ``step`` is the scale of the input times those of the weight, as it broadcasts against the sums.
     """
-
-    @property
-    def divides(self) -> bool:
-        """Codes of floats are made by a division by the scale; else by its reciprocal."""
-
-    @property
-    def multiplies_matrices(self) -> bool:
-        """Products of two activations are computed on integers."""
-
-    @property
-    def finishes(self) -> Finishes | None:
-        """How sums of a layer become results where a bias is float; None: by what follows."""
-
-    @property
-    def values_product(self) -> ValuesProduct | None:
-        """How a layer with a float result multiplies values of codes; None: it takes codes."""
 
     def bias_codes(self, bias: Tensor, step: Tensor) -> Tensor:
         """Return what is added to the sums in place of a float bias."""
@@ -142,10 +127,9 @@ class Arithmetic(Protocol):
     def rounds_products(self, step: Tensor, to: Tensor) -> Callable[[Tensor], Tensor]:
         """Return the function of exact sums, in place, that gives values of codes of a scale."""
 
-    def float_products(
-        self, step: Tensor, bias: Tensor | None
-    ) -> Callable[[Tensor], Tensor]:
-        """Return the function of exact sums, in place, that gives float results of a matmul."""
+
+class OperatorFormulas(Protocol):
+    """The formulas of operators beside layers."""
 
     def adds(
         self, first: QParams, second: QParams, to: QParams
@@ -171,6 +155,42 @@ class Arithmetic(Protocol):
 
     def sigmoid(self, of: QParams, to: QParams) -> Tensor | None:
         """Return the code of the sigmoid of each code, the smallest first; None if not known."""
+
+
+class Arithmetic(Protocol):
+    """How the integer kernels of a runtime round: its formulas, on whole numbers in float32.
+
+    Codes are less their zero points here, and are not clamped to the ends of their type: who reads
+    them does that. A part that is None has no kernels, and what asks for it is simulated.
+    """
+
+    @property
+    def divides(self) -> bool:
+        """Codes of floats are made by a division by the scale; else by its reciprocal."""
+
+    @property
+    def code_biases(self) -> CodeBiases | None:
+        """How layers round to codes whose kernels add biases as codes."""
+
+    @property
+    def finishes(self) -> Finishes | None:
+        """How all sums of layers become results whose kernels add float biases."""
+
+    @property
+    def float_products(self) -> FloatProducts | None:
+        """How exact sums become float results."""
+
+    @property
+    def values_product(self) -> ValuesProduct | None:
+        """How a layer with a float result multiplies values of codes, where it takes no codes."""
+
+    @property
+    def multiplies_matrices(self) -> bool:
+        """Products of two activations are computed on integers, as layers without a bias are."""
+
+    @property
+    def operators(self) -> OperatorFormulas | None:
+        """How operators beside layers are computed."""
 
 
 @dataclass(frozen=True)

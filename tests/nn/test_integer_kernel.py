@@ -19,8 +19,9 @@ from torchq.formats import UINT8
 from torchq.functional import QParams
 from torchq.functional.kernels import tiled
 from torchq.nn import QuantAdd
-from torchq.nn.integer_kernel import IntegerKernel
+from torchq.nn.integer_kernel import IntegerKernel, kernels_off
 from torchq.nn.kept_numbers import KeptNumbers
+from torchq.runtimes.onnxruntime.arithmetic import OnnxRuntimeArithmetic
 
 
 class Block(Parts):
@@ -161,6 +162,18 @@ def last_bit(layer: Any) -> None:
     layer.weight_quantizer.amax = layer.weight_quantizer.amax.nextafter(
         torch.tensor(torch.inf)
     )
+
+
+def test_what_has_no_formulas_simulates(monkeypatch: pytest.MonkeyPatch) -> None:
+    for part in ("code_biases", "float_products", "operators"):
+        monkeypatch.setattr(OnnxRuntimeArithmetic, part, None)
+    model = block()
+    x = images()
+    simulated = evaluated(model, x)
+    with kernels_off(model):
+        assert torch.equal(simulated, evaluated(model, x))
+    monkeypatch.undo()
+    assert not torch.equal(simulated, evaluated(block(), x))
 
 
 def one_bias_by_one(layer: Any) -> None:
@@ -494,7 +507,7 @@ def test_products_of_codes_are_rounded_as_a_kernel_does() -> None:
         for scale, point in [(0.5, 3), (0.25, 128), (0.5, 101)]
     )
     products = torch.arange(-3.0, 253)[:, None] * torch.arange(-128.0, 128)
-    actual = runtime.arithmetic.multiplies(a, b, c)(products.clone())
+    actual = runtime.arithmetic.operators.multiplies(a, b, c)(products.clone())
     exact = products.double() * 0.25
     assert torch.equal(actual, (exact + 101).round() - 101)
     assert not torch.equal(actual, exact.round().float())  # every tie differs
@@ -512,7 +525,7 @@ def test_sigmoids_are_looked_up_as_a_kernel_does() -> None:
     assert layer.rounded_by == "2.input_quantizer"
     grid = layer.input_quantizer.qparams()
     to = model[2].input_quantizer.qparams()
-    table = runtime.arithmetic.sigmoid(grid, to)
+    table = runtime.arithmetic.operators.sigmoid(grid, to)
     codes = torch.arange(256) - grid.zero_point
     exact = (codes.double() * float(grid.scale)).sigmoid() / float(to.scale)
     away = ((exact % 1) - 0.5).abs() > 1e-4
@@ -554,7 +567,7 @@ def test_sums_are_scaled_in_one_product() -> None:
     step = scales[0]
     to = scales[1]
     sums = torch.arange(-30_000.0, 30_000.0).expand(64, -1)
-    actual = runtime.arithmetic.rounds_products(step, to)(sums.clone())
+    actual = runtime.arithmetic.code_biases.rounds_products(step, to)(sums.clone())
     factor = step.numpy() / to.numpy()
     assert torch.equal(actual, torch.from_numpy((sums.numpy() * factor).round()) * to)
     in_two_steps = (sums * step).div_(to).round_().mul_(to)

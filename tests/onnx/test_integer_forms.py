@@ -291,7 +291,9 @@ def test_averages_of_values_follow_the_kernel(name: str) -> None:
         windows = windows_of_call(name, arguments, {}, x.shape)
         assert windows is not None
         codes = x.float() - float(of.zero_point)
-        actual = arithmetic.averages(of, to, windows)(codes.clone()) / to.scale
+        actual = (
+            arithmetic.operators.averages(of, to, windows)(codes.clone()) / to.scale
+        )
         point = float(to.zero_point)
         assert torch.equal(
             (actual.round() + point).clamp(0, 255),

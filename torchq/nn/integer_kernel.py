@@ -470,9 +470,14 @@ def _product(
         return _ValuesProduct(grid.scale, values, bias, arithmetic.values_product)
     step = step.expand(len(codes))
     if to is None:
+        if arithmetic.float_products is None:
+            return None
         return _Product(_Sums(codes, None, grid), arithmetic.float_products(step, bias))
-    bias_codes = None if bias is None else arithmetic.bias_codes(bias, step)
-    finish = arithmetic.rounds_products(_by_channel(step, codes), to.scale)
+    formulas = arithmetic.code_biases
+    if formulas is None:
+        return None
+    bias_codes = None if bias is None else formulas.bias_codes(bias, step)
+    finish = formulas.rounds_products(_by_channel(step, codes), to.scale)
     return _Product(_Sums(codes, bias_codes, grid), finish)
 
 
@@ -753,9 +758,14 @@ def integer_sum(layer: Any, first: Any, second: Any) -> Tensor | None:
 
 def _sum_formulas(
     arithmetic: Arithmetic, first: QParams, second: QParams, to: QParams
-) -> tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]:
+) -> (
+    tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]] | None
+):
     """Return how two tensors are added, and how they are with the operands exchanged."""
-    return arithmetic.adds(first, second, to), arithmetic.adds(second, first, to)
+    formulas = arithmetic.operators
+    if formulas is None:
+        return None
+    return formulas.adds(first, second, to), formulas.adds(second, first, to)
 
 
 def _is_repeated_last(x: Tensor, y: Tensor) -> bool:
@@ -778,9 +788,7 @@ def integer_multiplication(layer: Any, first: Any, second: Any) -> Tensor | None
     if pair is None:
         return None
     kernel, grids = pair
-    scaled = kernel.of_grids(
-        grids, lambda arithmetic, *ends: arithmetic.multiplies(*ends)
-    )
+    scaled = kernel.of_grids(grids, _product_formula)
     if scaled is None:
         return None
     x, y = _codes_of_pair(layer, grids, first, second)
@@ -788,6 +796,13 @@ def integer_multiplication(layer: Any, first: Any, second: Any) -> Tensor | None
         return _values(x, grids[0]) * _values(y, grids[1])
     products = x.mul_(y) if x.shape == y.shape else x * y
     return _in_tiles(products, scaled, grids[2])
+
+
+def _product_formula(
+    arithmetic: Arithmetic, first: QParams, second: QParams, to: QParams
+) -> Callable[[Tensor], Tensor] | None:
+    formulas = arithmetic.operators
+    return None if formulas is None else formulas.multiplies(first, second, to)
 
 
 def integer_matmul(
@@ -837,9 +852,14 @@ def _matmul(
     if not arithmetic.multiplies_matrices:
         return None
     if to is None:
+        if arithmetic.float_products is None:
+            return None
         finish = arithmetic.float_products(step, None)
     else:
-        finish = arithmetic.rounds_products(step, to.scale.reshape(()))
+        if arithmetic.code_biases is None:
+            return None
+        to_scale = to.scale.reshape(())
+        finish = arithmetic.code_biases.rounds_products(step, to_scale)
     largest = CodeGrid.of(first).largest * CodeGrid.of(second).largest
     add = _MatrixSums(largest)
     return lambda x, y: finish(add(x, y))
@@ -969,8 +989,11 @@ def integer_average(
 
 def _averages(
     arithmetic: Arithmetic, of: QParams, to: QParams
-) -> Callable[[Windows], Callable[[Tensor], Tensor] | None]:
-    return cache(lambda windows: arithmetic.averages(of, to, windows))
+) -> Callable[[Windows], Callable[[Tensor], Tensor] | None] | None:
+    formulas = arithmetic.operators
+    if formulas is None:
+        return None
+    return cache(lambda windows: formulas.averages(of, to, windows))
 
 
 def integer_sigmoid(layer: Any, x: Any) -> Tensor | None:
@@ -979,13 +1002,18 @@ def integer_sigmoid(layer: Any, x: Any) -> Tensor | None:
     if one is None:
         return None
     kernel, grids = one
-    table = kernel.of_grids(grids, lambda arithmetic, *ends: arithmetic.sigmoid(*ends))
+    table = kernel.of_grids(grids, _sigmoid_table)
     if table is None:
         return None
     codes = _codes(kernel, layer.input_quantizer, grids[0], x)
     if not isinstance(codes, Tensor):
         return codes.values.sigmoid()
     return _looked_up(codes, table, grids[0]).mul_(grids[1].scale)
+
+
+def _sigmoid_table(arithmetic: Arithmetic, of: QParams, to: QParams) -> Tensor | None:
+    formulas = arithmetic.operators
+    return None if formulas is None else formulas.sigmoid(of, to)
 
 
 def integer_gated(layer: Any, x: Any) -> Tensor | None:
@@ -1012,8 +1040,11 @@ def integer_gated(layer: Any, x: Any) -> Tensor | None:
 def _gate_formulas(
     arithmetic: Arithmetic, of: QParams, gate: QParams, to: QParams
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]] | None:
-    table = arithmetic.sigmoid(of, gate)
-    return None if table is None else (table, arithmetic.multiplies(of, gate, to))
+    formulas = arithmetic.operators
+    table = _sigmoid_table(arithmetic, of, gate)
+    if formulas is None or table is None:
+        return None
+    return table, formulas.multiplies(of, gate, to)
 
 
 def _looked_up(codes: Tensor, table: Tensor, of: CodeGrid) -> Tensor:

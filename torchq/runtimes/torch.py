@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 from torchq.functional import QParams
 from torchq.functional.kernels.tiled import tiles
-from torchq.functional.windows import Windows
 from torchq.lowering.api import lower_model
 from torchq.lowering.kernel import scales_in_turn
 from torchq.runtime import Arithmetic, LayerNumbers
@@ -89,8 +88,12 @@ class OneDnnArithmetic:
     """
 
     divides = True
-    multiplies_matrices = False
+    # Biases are float, pools too, and plans give no operator to these kernels.
+    code_biases = None
+    float_products = None
     values_product = None
+    multiplies_matrices = False
+    operators = None
 
     def finishes(self, numbers: LayerNumbers) -> Callable[[Tensor], Tensor]:
         """Return how sums of a layer become values, in place."""
@@ -137,38 +140,6 @@ class OneDnnArithmetic:
             return sums
 
         return finish
-
-    def bias_codes(self, bias: Tensor, step: Tensor) -> Tensor:
-        """Raise an error: biases are float; :meth:`finishes` adds them."""
-        raise NotImplementedError
-
-    def rounds_products(self, step: Tensor, to: Tensor) -> Callable[[Tensor], Tensor]:
-        """Raise an error: see :meth:`finishes`."""
-        raise NotImplementedError
-
-    def float_products(
-        self, step: Tensor, bias: Tensor | None
-    ) -> Callable[[Tensor], Tensor]:
-        """Raise an error: see :meth:`finishes`."""
-        raise NotImplementedError
-
-    def adds(
-        self, first: QParams, second: QParams, to: QParams
-    ) -> Callable[[Tensor, Tensor], Tensor]:
-        """Raise an error: plans give no operator to these kernels."""
-        raise NotImplementedError
-
-    def averages(self, of: QParams, to: QParams, windows: Windows) -> None:
-        """Return None: pools are computed in float."""
-
-    def multiplies(
-        self, first: QParams, second: QParams, to: QParams
-    ) -> Callable[[Tensor], Tensor]:
-        """Raise an error: plans give no operator to these kernels."""
-        raise NotImplementedError
-
-    def sigmoid(self, of: QParams, to: QParams) -> None:
-        """Return None: it is computed in float."""
 
 
 def _stored_zero_point(qparams: QParams) -> float:

@@ -49,9 +49,21 @@ _MOST_STEPS = 2**24
 class XnnpackArithmetic:
     """See :class:`torchq.runtime.Arithmetic`."""
 
-    finishes = None
     divides = False
+    finishes = None
+    # Layers with float results multiply values.
+    float_products = None
     multiplies_matrices = False
+
+    @property
+    def code_biases(self) -> XnnpackArithmetic:
+        """These."""
+        return self
+
+    @property
+    def operators(self) -> XnnpackArithmetic:
+        """These."""
+        return self
 
     def bias_codes(self, bias: Tensor, step: Tensor) -> Tensor:
         """Return the codes of a bias; a file holds ``rint(bias / step) * step``."""
@@ -72,12 +84,6 @@ class XnnpackArithmetic:
             return sums
 
         return values
-
-    def float_products(
-        self, step: Tensor, bias: Tensor | None
-    ) -> Callable[[Tensor], Tensor]:
-        """Raise an error: layers with float results multiply values."""
-        raise NotImplementedError
 
     def values_product(
         self,

@@ -45,10 +45,20 @@ _IMAGE_DIMS = 2
 class OnnxRuntimeArithmetic:
     """See :class:`torchq.runtime.Arithmetic`."""
 
-    finishes = None
     divides = True
-    multiplies_matrices = True
+    finishes = None
     values_product = None
+    multiplies_matrices = True
+
+    @property
+    def code_biases(self) -> OnnxRuntimeArithmetic:
+        """These."""
+        return self
+
+    @property
+    def operators(self) -> OnnxRuntimeArithmetic:
+        """These."""
+        return self
 
     def bias_codes(self, bias: Tensor, step: Tensor) -> Tensor:
         """Return the codes of a bias in QLinearConv and QGemm."""
