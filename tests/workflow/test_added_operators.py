@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -228,6 +230,11 @@ def test_a_choice_without_gain_is_dropped(monkeypatch: pytest.MonkeyPatch) -> No
     model = quantized(Spectrum())
     planned = plan_of(model)
     monkeypatch.setattr(added_operators, "_LEAST_GAIN", 99.0)
+
+    def replanned(*_: object) -> Any:
+        raise AssertionError("a plan takes as long as some runs, which come first")
+
+    monkeypatch.setattr(added_operators, "_replanned", replanned)
     report = calibrated(model)
     assert report.operators.left_float == () and report.operators.outputs.batches == 3
     assert plan_of(model).outcome() == planned.outcome()
@@ -287,6 +294,31 @@ def test_a_gain_within_its_error_leaves_nothing_in_float(
     report = calibrated(model)
     assert report.operators.left_float == ()
     assert not any(d.left_float for d in plan_of(model).replaced)
+
+
+def test_a_plan_whose_outputs_are_no_nearer_is_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A plan leaves more in float than these operators alone, so its outputs are compared too."""
+    model = quantized(Spectrum())
+    planned = plan_of(model)
+    really = added_operators.compared
+    seen: list[Any] = []
+
+    def compared(*arguments: Any) -> Any:
+        outputs = really(*arguments)
+        assert outputs.before is not None
+        if seen:
+            outputs = dataclasses.replace(outputs, after=outputs.before)
+        seen.append(any(d.left_float for d in plan_of(model).decisions))
+        return outputs
+
+    monkeypatch.setattr(added_operators, "compared", compared)
+    report = calibrated(model)
+    assert seen == [False, True]
+    assert report.operators.left_float == () and report.operators.gain == 0
+    assert plan_of(model).outcome() == planned.outcome()
+    assert plan_of(model).modes == planned.modes
 
 
 def test_an_interrupt_leaves_the_placement_as_it_was() -> None:

@@ -198,12 +198,13 @@ def results_of(model: nn.Module, samples: Iterable[Sample]) -> list[list[Tensor]
     start = RandomState.now()
     results_of_all = []
     with state_kept(model) as restore, kernels_off(model):
-        for sample in samples:
+        for number, sample in enumerate(samples):
+            if number:
+                restore()
             args, kwargs = with_copies((sample.args, dict(sample.kwargs)))
             results = results_in(model(*args, **kwargs))
             kept = without_padding(model, sample.args, sample.kwargs, results)
             results_of_all.append(kept)
-            restore()
             start.restore()
     return results_of_all
 
@@ -692,8 +693,7 @@ def choose_operators_(
     choice = rank_operators(runs, names, samples, group)
     worst = worst_operators(choice)
     if worst:
-        changed = _replanned(model, plan, worst, samples, group)
-        choice = _tried(runs, samples_of_all, choice, changed, worst, group)
+        choice = _tried(runs, samples, samples_of_all, choice, worst, group)
     if not choice.left_float:
         # What stays quantized is not open any more.
         keep_as_plan(model, _with_noise(plan, choice))
@@ -780,18 +780,28 @@ def _replanned(
 
 def _tried(
     runs: Runs,
+    samples: Sequence[Sample],
     samples_of_all: Callable[[], Sequence[Sample]],
     ranked: OperatorChoice,
-    plan: Plan,
     worst: Sequence[str],
     group: dist.ProcessGroup | None,
 ) -> OperatorChoice:
-    """Let the model be as a plan says, if its outputs are nearer to those in float then."""
+    """Leave operators in float if the outputs are nearer to those in float then.
+
+    A plan takes as long as some runs, so runs with these operators alone in float come first, and
+    one is made where these bring the outputs nearer.
+    """
     model = runs.model
-    others = [d.name for d in plan.replaced if d.left_float and d.name not in worst]
-    choice = replace(ranked, left_float=(*worst, *others))
     few = samples_of_all()
     before = results_of(model, few)
+    operators = [model.get_submodule(name) for name in worst]
+    with computing_alone_in_float(operators):
+        outputs = compared(model, few, before, results_of(model, few), group)
+    if not outputs.gain >= _LEAST_GAIN:
+        return replace(ranked, outputs=outputs)
+    plan = _replanned(model, plan_of(model), worst, samples, group)
+    others = [d.name for d in plan.replaced if d.left_float and d.name not in worst]
+    choice = replace(ranked, left_float=(*worst, *others))
     try:
         with unchanged_on_error(model):
             replan_(model, _with_noise(plan, choice))
