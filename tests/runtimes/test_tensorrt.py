@@ -237,6 +237,56 @@ def test_files_are_strongly_typed_and_have_the_codes_of_the_model(
     )
 
 
+class Functional(nn.Module):
+    """Attention by the function of torch, with a mask of truth values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(20, 16)
+        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, words: Tensor, mask: Tensor) -> Tensor:
+        x = self.words(words)
+        is_read = mask[:, None, :].bool()
+        y = F.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x), is_read)
+        return self.out(y)
+
+
+@pytest.mark.parametrize(
+    ("make", "example", "softmax"),
+    [
+        (Functional, WORDS, "quant_attention.softmax_quantizer"),
+        (Patches, IMAGES, "block.self_attn.softmax_quantizer"),
+        (Attention, WORDS, "quant_matmul_1.input_quantizer"),
+    ],
+)
+def test_both_products_of_attention_read_signed_codes(
+    make: Callable[[], nn.Module], example: Any, softmax: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = make().eval()
+    plan = torchq.plan(model, target="tensorrt", example=example)
+    path = tmp_path / "m.onnx"
+    report = written(model, example, path)
+    assert not any("TensorRT takes int8" in text for text in report.warnings)
+    descriptor = model.get_submodule(softmax).descriptor
+    assert (descriptor.unsigned, descriptor.symmetric) == (False, True)
+    assert torchq.swap.Plan.from_dict(plan.to_dict()) == plan
+    assert plan.share is not None and plan.share.quantized == 1
+    graph = load_model(path)
+    products = [node for node in graph.graph if node.op_type == "MatMul"]
+    operands = [computed_by(value) for node in products for value in node.inputs]
+    assert {node and node.op_type for node in operands} == {"DequantizeLinear"}
+    # No operand of those of attention is stored.
+    from_runs = [
+        all(node is not None and computed_by(node.inputs[0]) for node in pair)
+        for pair in zip(operands[::2], operands[1::2], strict=True)
+    ]
+    assert sum(from_runs) == 2
+    proof = torchq.verify_onnx(model, path, [example], progress=False)
+    assert proof.ok, proof.table()
+
+
 def widened(model: Model) -> Model:
     """Let a bfloat16 file compute in float32 on the numbers that it stores."""
     for value in list(model.graph.initializers.values()):

@@ -809,6 +809,10 @@ class TensorQuantizer(nn.Module):
             self.amin = None
         self.keeps_sign = True
 
+    def keep_signed(self) -> None:
+        """Let codes that a class wants unsigned be signed, as a plan says."""
+        self.descriptor = self.descriptor.replace(unsigned=False)
+
     def set_unsigned(self, unsigned: bool | Literal["auto"]) -> None:
         """Choose the sign of the codes, for a descriptor with ``unsigned="auto"``.
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError, QuantizationError
 from torchq.fusion import apply_fusion_record_, fusion_record
 from torchq.nn import (
@@ -220,12 +221,30 @@ def _decision_of(
         calls=calls,
         ranges=module.ranges if isinstance(module, QuantCat) else 1,
         unsigned=tuple(sorted(name.removesuffix("_quantizer") for name in fixed)),
+        signed=_signed_slots(module, slots.get("input")),
         bias=module.bias_format or module.after_fold[0],
         rounded_by=module.rounded_by or module.after_fold[1],
         from_zero=module.from_zero,
         awaits_fold=any(module.after_fold),
         one_scale=module.one_weight_scale,
     )
+
+
+def _signed_slots(
+    module: QuantModule, input: QuantDescriptor | None
+) -> tuple[str, ...]:
+    """Return the slots with signed codes whose class has unsigned ones for inputs of a rule."""
+    if input is None or input.unsigned is True:
+        return ()
+    by_class = type(module).slot_descriptors(input, None)
+    signed = []
+    for slot, descriptor in by_class.items():
+        quantizer = getattr(module, f"{slot}_quantizer", None)
+        if descriptor is None or not isinstance(quantizer, TensorQuantizer):
+            continue
+        if descriptor.unsigned is True and quantizer.descriptor.unsigned is False:
+            signed.append(slot)
+    return tuple(sorted(signed))
 
 
 def _own_children(module: nn.Module) -> set[int]:
@@ -475,6 +494,14 @@ def convert_as(
                 "quantizer there that may be. Load into the architecture that was saved"
             )
         quantizer.keep_unsigned()
+    for slot in decision.signed:
+        quantizer = getattr(module, f"{slot}_quantizer", None)
+        if not isinstance(quantizer, TensorQuantizer):
+            raise QuantizationError(
+                f"{decision.name}: the codes of {slot} are signed in the plan; expected a "
+                "quantizer there. Load into the architecture that was saved"
+            )
+        quantizer.keep_signed()
     if isinstance(module, QuantModule):
         _mark(module, decision)
         module.one_weight_scale = decision.one_scale

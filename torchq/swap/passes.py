@@ -494,8 +494,8 @@ def choose_grids(plan: Plan, facts: Facts) -> Plan:
     target has them, which calibration sets; else, where the target has unsigned codes, calibration
     chooses the sign. Codes are unsigned for good, in all places that share the range, where
     operators show that no value can be negative. A target without unsigned codes has signed ones
-    where calibration would choose. What a rule fixes stays. Scales have the type that
-    files have, those of weights too.
+    where calibration would choose, and where a class has unsigned ones by itself. What a rule fixes
+    stays. Scales have the type that files have, those of weights too.
     """
     codes = facts.codes
     if codes is None:
@@ -506,15 +506,32 @@ def choose_grids(plan: Plan, facts: Facts) -> Plan:
         if form is not None and has_choice(form, codes):
             owner, _, name = slot.rpartition(".")
             proved.setdefault(owner, []).append(name.removesuffix("_quantizer"))
+    signed = {} if codes.unsigned else _unsigned_by_class(plan, facts)
     rows = []
     for d in plan.decisions:
         if not d.reason:
+            if d.input is not None and d.input.unsigned is not True:
+                d = replace(d, signed=tuple(sorted(signed.get(d.name, ()))))
             forms = (in_codes(d.input, codes), d.weight, in_codes(d.output, codes))
             input, weight, output = (in_file(form, codes) for form in forms)
             unsigned = tuple(sorted(proved.get(d.name, ())))
             d = replace(d, input=input, weight=weight, output=output, unsigned=unsigned)
         rows.append(d)
     return replace(plan, decisions=tuple(rows))
+
+
+def _unsigned_by_class(plan: Plan, facts: Facts) -> dict[str, list[str]]:
+    """Return path of a module -> its slots of inputs with unsigned codes that are in use."""
+    slots: dict[str, list[str]] = {}
+    for owner, paths in facts.inputs.items():
+        for path in paths:
+            form = None if path is None else facts.descriptors.get(path)
+            if path is None or form is None or plan.modes.get(path) == "off":
+                continue
+            if isinstance(form.num_bits, int) and form.unsigned is True:
+                name = path.rpartition(".")[2].removesuffix("_quantizer")
+                slots.setdefault(owner, []).append(name)
+    return slots
 
 
 def _without_negatives(plan: Plan, facts: Facts) -> list[str]:

@@ -84,6 +84,8 @@ class Decision:
         ranges: of a concatenation, how many ranges its inputs have.
         unsigned: the slots whose codes are unsigned whatever calibration sees, as no value there
             can be negative. Others with ``unsigned="auto"`` are settled by calibration.
+        signed: the slots whose codes are signed, as the target has no others, where those of the
+            class are unsigned: a softmax.
         bias: "int32" if the target adds its bias as an integer, so that the forward rounds it.
         rounded_by: the path of the quantizer that its kernel rounds the result for, with such a
             bias, or where it adds codes.
@@ -111,6 +113,7 @@ class Decision:
     calls: tuple[CallSite, ...] = ()
     ranges: int = 1
     unsigned: tuple[str, ...] = ()
+    signed: tuple[str, ...] = ()
     bias: str = ""
     rounded_by: str = ""
     from_zero: tuple[str, ...] = ()
@@ -161,6 +164,7 @@ class Decision:
         slots = (self.input, self.weight, self.output)
         rounding = (
             self.unsigned,
+            self.signed,
             self.bias,
             self.rounded_by,
             self.from_zero,
@@ -189,6 +193,8 @@ class Decision:
             sentence += f" ({self.ranges} ranges)"
         if unsigned:
             sentence += f", unsigned {' and '.join(unsigned)}"
+        if self.signed:
+            sentence += f", signed {' and '.join(self.signed)}"
         if self.bias:
             sentence += (
                 f", bias {self.bias}{' once folded' if self.awaits_fold else ''}"

@@ -71,8 +71,9 @@ def notes(model: Model, path: Path) -> Iterator[str]:
 _SHOWN = 12
 _PLACEMENT = Placement(
     # TensorRT adds in int32 to the result of a convolution, before that is rounded. It moves
-    # quantizers through max pooling by itself.
-    operators=frozenset(["add", "cat"]),
+    # quantizers through max pooling by itself. Its fused attention wants the scaled query, as
+    # torchq.nn.QuantScaledDotProductAttention quantizes it (TensorRT documents, "Fused Attention").
+    operators=frozenset(["add", "cat", "matmul", "attention"]),
     modules=(AVG_POOLS,),
 )
 _CODES = Codes(unsigned=False, zero_points=False, scales="float16")
