@@ -124,7 +124,14 @@ def test_products_in_forwards_count_where_the_target_quantizes_them() -> None:
     plain = torchq.plan(Scores(), example=x).share
     assert plain.quantized == pytest.approx(layers / (layers + products))
     assert list(plain.float_work) == ["Scores: products in its forward"]
-    assert torchq.plan(Scores(), target="openvino", example=x).share.quantized == 1
+    on_integers = torchq.plan(Scores(), target="openvino", example=x)
+    assert on_integers.share.quantized == 1
+    part = products / (layers + products)
+    line = (
+        f"({part:.1%} are products as in attention, which executorch computes in float)"
+    )
+    assert line in torchq.plan(Scores(), target="executorch", example=x).verdict()
+    assert "as in attention" not in on_integers.verdict()
 
 
 def test_attention_and_weights_that_are_computed_count() -> None:

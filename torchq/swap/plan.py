@@ -497,9 +497,20 @@ class Plan:
             counts.append(f"{containers} containers")
         counts.append(f"{len(self.skipped)} skipped")
         recipe = f", recipe {self.recipe}" if self.recipe else ""
-        share = f"; {self.share}" if self.share else ""
+        share = f"; {self.share}{self._float_products()}" if self.share else ""
         timing = f"; {self.timing}" if self.timing else ""
         return f"{', '.join(counts)}{recipe}{share}{timing}{self._evaluation()}{self._doubt()}"
+
+    def _float_products(self) -> str:
+        """Return what part of the work is products that the target has no integer kernel for."""
+        runtime = runtime_with(self.target, self.settings)
+        if runtime is None or runtime.placement is None or self.share is None:
+            return ""
+        by_what = self.share.float_work.items()
+        part = sum(p for what, p in by_what if what.endswith(f": {_IN_FORWARD}"))
+        if not part or "matmul" in runtime.placement.operators:
+            return ""
+        return f" ({part:.1%} are products as in attention, which {runtime.name} computes in float)"
 
     def _evaluation(self) -> str:
         """Return whether a forward without gradients computes what the target does."""
@@ -573,15 +584,17 @@ _SCREEN, _SHOWN, _STAGES = 16, 3, 6
 def _reason(decision: Decision | None) -> str:
     """Return why the work of a module stays float; "" where it is quantized."""
     if decision is None:
-        return "products in its forward"
+        return _IN_FORWARD
     if decision.reason:
         return "" if decision.reason == ALREADY else decision.reason
     if decision.has_float_input:
         return decision.note
     is_quantized = decision.input or decision.weight or decision.calls
-    return "" if is_quantized else "products in its forward"
+    return "" if is_quantized else _IN_FORWARD
 
 
+#: Why work of a module stays float that has no operators of its own.
+_IN_FORWARD = "products in its forward"
 VERSION = 3
 #: The attributes of a plan in a file, in order.
 _PARTS = (
