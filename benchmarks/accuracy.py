@@ -1,13 +1,15 @@
 """Accuracy of what comes out untouched, beside other toolkits, on networks nobody tuned it on.
 
-Four networks are fused, quantized, and calibrated on images that a draw chooses: a ResNet-20 and a
-RepVGG, a MobileNet that is trained here once, all on CIFAR-10, and a detector that is trained here
-on scenes (benchmarks/scenes.py). ``ranges`` is calibration without its corrections, ``untouched``
-the default, and ``gptq_`` comes after it. Of classifiers the table shows the points of accuracy
-that are lost, the share of images with the answer of the float network, and the divergence from its
-probabilities in nats; of the detector precision and recall with slack, and without. Seconds are CPU
-time, and ``ratio`` is that of calibration over that of its ranges alone. Peers that are not
-installed are said to be. With ``--out`` a run goes on after the rows that the file has already.
+Six networks are fused, quantized, and calibrated on images or sentences that a draw chooses: a
+ResNet-20 and a RepVGG, a MobileNet and a ViT that are trained here once, all on CIFAR-10, a
+detector that is trained here on scenes (benchmarks/scenes.py), and a BERT that is trained here on
+sentences of documentation (benchmarks/texts.py). ``ranges`` is calibration without its corrections,
+``untouched`` the default, and ``gptq_`` comes after it. Of classifiers the table shows the points
+of accuracy that are lost, the share of samples with the answer of the float network, and the
+divergence from its probabilities in nats; of the detector precision and recall with slack, and
+without. Seconds are CPU time, and ``ratio`` is that of calibration over that of its ranges alone.
+Peers that are not installed are said to be. With ``--out`` a run goes on after the rows that the
+file has already.
 
 Example:
     python -m benchmarks.accuracy --data DIR --cache DIR --out benchmarks/results/accuracy.jsonl
@@ -30,11 +32,10 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from benchmarks import figures, scenes
+from benchmarks import figures, scenes, texts
 from benchmarks.accuracy_peers import PACKAGES, PEERS
 from benchmarks.cifar import (
     ViT,
-    accuracy,
     depthwise,
     read_split,
     repvgg_cifar,
@@ -42,7 +43,7 @@ from benchmarks.cifar import (
     some_batches,
 )
 from benchmarks.harness import Reporter, finished_rows, parse, parser
-from benchmarks.training import Training, fit
+from benchmarks.training import Training, fit, fit_transformer
 from torchq.analysis import Detections
 from torchq.recipes import int8, integer, w4a4
 
@@ -51,12 +52,12 @@ Run = Callable[[Tensor], Tensor]
 #: Images to calibrate are drawn from so many, and read in batches of this size.
 _POOL, _BATCH = 2048, 32
 #: Training steps of the networks that are trained here, some minutes each.
-_STEPS = {"mobilenet": 1500, "detector": 900, "transformer": 1000}
+_STEPS = {"mobilenet": 1500, "detector": 900, "transformer": 2500, "bert": 1500}
 
 
 @dataclass(frozen=True)
 class Network:
-    """A float network, images it is measured on, and images to draw from for calibration."""
+    """A float network, images or texts that it is measured on, and those to calibrate from."""
 
     model: nn.Module
     test: Tensor
@@ -80,43 +81,54 @@ class Network:
 
 
 def classifier(name: str, options: argparse.Namespace) -> Network:
-    """Return a network for CIFAR-10: "resnet20", "repvgg", "mobilenet" or "transformer"."""
+    """Return "resnet20", "repvgg", "mobilenet" or "transformer", networks for CIFAR-10."""
     data = options.data
     ready = {"resnet20": resnet20, "repvgg": repvgg_cifar}
     model = ready[name](data) if name in ready else _trained(name, options)
     test = read_split(data, "test", options.images)
     pool = read_split(data, "train", 64 if options.quick else _POOL)
 
+    torchq.fuse_(model, test.images[:4], progress=False)
+    return Network(model, test.images, pool.images, _answers_of(test.labels))
+
+
+def _answers_of(
+    labels: Tensor,
+) -> Callable[[Sequence[Tensor], Sequence[Tensor]], dict[str, float]]:
+    """Return what compares the logits of two classifiers for samples with these labels."""
+
     def figures(
         expected: Sequence[Tensor], found: Sequence[Tensor]
     ) -> dict[str, float]:
         y = torch.cat(list(expected))
         q = torch.cat(list(found))
+        right, still_right = (
+            x.argmax(1).eq(labels).float().mean().item() for x in (y, q)
+        )
         log_chances = y.log_softmax(1)
         divergence = (
             ((log_chances - q.log_softmax(1)) * log_chances.exp()).sum(1).mean()
         )
         return {
-            "float_accuracy": round(100 * accuracy(y, test), 2),
-            "drop": round(100 * (accuracy(y, test) - accuracy(q, test)), 2),
+            "float_accuracy": round(100 * right, 2),
+            "drop": round(100 * (right - still_right), 2),
             "same": round(100 * float((y.argmax(1) == q.argmax(1)).float().mean()), 2),
             "kl": round(float(divergence), 5),
         }
 
-    torchq.fuse_(model, test.images[:4], progress=False)
-    return Network(model, test.images, pool.images, figures)
+    return figures
 
 
 def _trained(name: str, options: argparse.Namespace) -> nn.Module:
-    recipes = {
-        "mobilenet": (depthwise, 0.1, 30_000),
-        "transformer": (ViT, 0.05, 20_000),
-    }
-    build, rate, images = recipes[name]
+    build = {"mobilenet": depthwise, "transformer": ViT}[name]
+    images = 64 if options.quick else 30_000
 
     def train(model: nn.Module, steps: int) -> None:
-        data = read_split(options.data, "train", 64 if options.quick else images)
-        fit(model, data, Training(steps, rate, weight_decay=5e-4))
+        data = read_split(options.data, "train", images)
+        if name == "transformer":
+            fit_transformer(model, len(data.labels), data.augmented, steps)
+        else:
+            fit(model, data, Training(steps, 0.1, weight_decay=5e-4))
 
     return _cached(name, build, train, options)
 
@@ -141,6 +153,27 @@ def _detector(name: str, options: argparse.Namespace) -> Network:
     test = scenes.images(options.images // 5, 1)
     torchq.fuse_(model, test[:4], progress=False)
     return Network(model, test, scenes.images(64 if options.quick else 768, 2), figures)
+
+
+def _reader(name: str, options: argparse.Namespace) -> Network:
+    path = options.cache / "texts.pt"
+    if not path.exists():
+        # The numbers of words stay what they are, whatever is installed later.
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save([part.parts() for part in texts.read_texts()], path)
+    train, test = (texts.Texts(*part) for part in torch.load(path, weights_only=True))
+    model = _cached(
+        name,
+        texts.Bert,
+        lambda model, steps: fit_transformer(
+            model, len(train.labels), train.batch, steps
+        ),
+        options,
+    )
+    count = options.images
+    figures = _answers_of(test.labels[:count])
+    pool = train.words[: 64 if options.quick else _POOL]
+    return Network(model, test.words[:count], pool, figures)
 
 
 def _cached(
@@ -168,13 +201,18 @@ NETWORKS: dict[str, Callable[[str, argparse.Namespace], Network]] = {
     "repvgg": classifier,
     "mobilenet": classifier,
     "detector": _detector,
+    "transformer": classifier,
+    "bert": _reader,
 }
 
 #: Recipe -> its configuration, and the runtime it is for.
 RECIPES: dict[str, tuple[Callable[[], torchq.QuantConfig], str | None]] = {
+    "int8, no target": (int8, None),
     "int8, signed codes": (lambda: integer(8, 8, unsigned=False), None),
     "int8, onnxruntime": (int8, "onnxruntime"),
     "int8, openvino": (int8, "openvino"),
+    "int8, executorch": (int8, "executorch"),
+    "int8, torch": (int8, "torch"),
     "w4a4": (w4a4, None),
     "w4a8": (lambda: integer(4, 8), None),
     "w4a8, 8-bit ends": (lambda: integer(4, 8, first_last=8), None),
@@ -183,15 +221,26 @@ METHODS = ("ranges", "untouched", "gptq_")
 #: What is measured of a recipe, where that is not everything on all networks.
 _METHODS_OF = {
     "int8, signed codes": ("ranges",),
+    "int8, no target": ("untouched",),
+    "int8, executorch": ("ranges", "untouched"),
+    "int8, torch": ("ranges", "untouched"),
     "int8, onnxruntime": ("ranges", "untouched"),
     "int8, openvino": ("ranges", "untouched"),
     "w4a8": ("ranges", "untouched"),
 }
 _ONLY_MOBILENET = ("w4a8", "w4a8, 8-bit ends")
+#: Networks of which 8 bits are measured alone, and targets that the others have no rows of.
+_TRANSFORMERS = ("transformer", "bert")
+_ONLY_TRANSFORMERS = ("int8, executorch", "int8, torch")
 _KEY = ("network", "recipe", "method", "draw")
 
 
 def _methods(name: str, recipe: str, options: argparse.Namespace) -> list[str]:
+    is_transformer = name in _TRANSFORMERS
+    if is_transformer and not recipe.startswith("int8"):
+        return []
+    if recipe in _ONLY_TRANSFORMERS and not is_transformer:
+        return []
     if recipe in _ONLY_MOBILENET and name != "mobilenet":
         return []
     return [m for m in options.methods if m in _METHODS_OF.get(recipe, METHODS)]

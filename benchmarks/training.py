@@ -89,6 +89,35 @@ def fit(
     model.eval()
 
 
+def fit_transformer(
+    model: nn.Module,
+    samples: int,
+    batch_of: Callable[[Tensor, torch.Generator], tuple[Tensor, Tensor]],
+    steps: int,
+) -> None:
+    """Train a float transformer in place with AdamW, and end in eval mode.
+
+    Args:
+        model: what is trained.
+        samples: how many there are.
+        batch_of: returns inputs and labels of the samples with some numbers.
+        steps: of training, with a batch each.
+    """
+    generator = torch.Generator().manual_seed(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, steps + 1)
+    model.train()
+    for _ in progress_bar(range(steps), description="train", unit="step"):
+        index = torch.randint(samples, (_BATCH,), generator=generator)
+        inputs, labels = batch_of(index, generator)
+        loss = F.cross_entropy(model(inputs), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    model.eval()
+
+
 @dataclass(frozen=True)
 class Method:
     """How training differs from LSQ on all ranges, with the logits of the float twin.

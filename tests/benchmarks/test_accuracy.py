@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("torchvision")
 
-from benchmarks import accuracy, figures, scenes
+from benchmarks import accuracy, figures, scenes, texts
 from torchq.analysis.detections import detections_in
 
 
@@ -69,3 +69,31 @@ def test_a_perfect_detector_finds_the_objects_of_a_scene() -> None:
             torch.testing.assert_close(best.boxes, boxes, rtol=0, atol=1e-4)
             assert best.labels.tolist() == kinds.tolist()
     assert actual
+
+
+def test_a_reader_does_not_read_what_is_filled_up() -> None:
+    torch.manual_seed(0)
+    model = texts.Bert(8, 1, 2).eval()
+    words = torch.zeros(2, 32, dtype=torch.long)
+    words[:, :5] = torch.arange(3, 8)
+    with torch.no_grad():
+        before = model(words)
+        model.words.weight[0, 0] += 9
+        model.places.weight[5:, 0] += 9
+        assert torch.equal(model(words), before)
+        model.places.weight[4, 0] += 9
+        assert not torch.equal(model(words), before)
+
+
+def test_sentences_are_numbers_of_words_with_their_source(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(texts, "SOURCES", ("email", "asyncio"))
+    train, test = texts.read_texts()
+    assert len(train.words) == len(train.labels)
+    assert set(train.labels.tolist()) == set(test.labels.tolist()) == {0, 1}
+    for words in (train.words, test.words):
+        assert words.shape[1] == 32 and bool((words[:, 0] == 2).all())
+        # Nothing follows the first place that is filled up.
+        is_filled = words == 0
+        assert torch.equal(is_filled.cummax(1).values, is_filled)
