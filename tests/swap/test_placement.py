@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -144,6 +144,69 @@ def test_a_trace_that_fails_leaves_the_class() -> None:
     model = Failing()
     find_operators(model, KINDS)
     assert type(model) is Failing and "training" in vars(model)
+
+
+class Registered(nn.Module):
+    """Keeps a list of the classes below it, each with a tag that has no default."""
+
+    tags: ClassVar[list[str]] = []
+
+    def __init_subclass__(cls, *, tag: str) -> None:
+        cls.tags.append(tag)
+
+
+class Tagged(Registered, tag="tagged"):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = TaggedPart()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x) + x
+
+
+class TaggedPart(Registered, tag="part"):
+    """It has no operator of its own, and a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 1)
+        self.kernel = nn.Parameter(torch.randn(4, 4, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(self.conv(x), self.kernel)
+
+
+class TaggedParent(Registered, tag="parent"):
+    """Its code shows no operator and no call of a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x)
+
+
+class TaggedLayer(nn.Conv2d, Registered, tag="layer"):
+    """A convolution that is quantized as torch's is."""
+
+
+def test_classes_that_conversion_makes_are_in_no_list_of_a_class() -> None:
+    tags = [*Registered.tags]
+    x = torch.randn(1, 4, 2, 2)
+    model = nn.Sequential(Tagged(), TaggedLayer(4, 4, 1)).eval()
+    expected = model(x)
+    plan = torchq.quantize_(model, target="onnxruntime", example=x)
+    names = {d.name for d in plan.replaced}
+    assert {"0.quant_add", "0.part.conv", "0.part.kernel_call", "1"} <= names | {
+        f"{d.name}.{call.holder}" for d in plan.replaced for call in d.calls
+    }
+    with torchq.disabled(model):
+        assert torch.equal(copy.deepcopy(model)(x), expected)
+    torchq.restore_(model)
+    assert type(model[0]) is Tagged and type(model[1]) is TaggedLayer
+    assert find_operators(TaggedParent(), KINDS) == ([], [])
+    assert Registered.tags == tags
 
 
 @pytest.mark.parametrize("example", [None, torch.ones(1, 4, 2, 2)])

@@ -534,10 +534,22 @@ def parametrized_like(cls: type[nn.Module], example: type[nn.Module]) -> type[An
     return types.new_class(name, (cls,), {}, lambda space: space.update(body))
 
 
+class Unnoticed(nn.Module):
+    """The first base of classes that conversion makes: classes of the user do not hear of them.
+
+    A class may keep a list of those below it, and ask their authors for arguments.
+    """
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        """Do nothing, and call none of the other bases."""
+
+
 def class_below(
     bases: tuple[type[Any], ...], name: str, doc: str, **body: object
 ) -> type[Any]:
     """Return a class for modules whose ``float_class``, and module, is the last of ``bases``."""
     cls = bases[-1]
     body |= {"float_class": cls, "__doc__": doc, "__module__": cls.__module__}
-    return types.new_class(name, bases, {}, lambda space: space.update(body))
+    return types.new_class(
+        name, (Unnoticed, *bases), {}, lambda space: space.update(body)
+    )

@@ -49,7 +49,13 @@ from torchq.nn.calls.routes import (
     visits_of,
     with_operands,
 )
-from torchq.nn.convert import QuantModule, change_class, class_below, unchanged_on_error
+from torchq.nn.convert import (
+    QuantModule,
+    Unnoticed,
+    change_class,
+    class_below,
+    unchanged_on_error,
+)
 from torchq.nn.integer_kernel import integer_call
 from torchq.nn.modules.operators import (
     Call,
@@ -469,15 +475,20 @@ class NotedMode:
 
 @contextmanager
 def noting_mode(module: nn.Module) -> Iterator[NotedMode]:
-    """Note in the block whether the code of a module asks if it trains; a graph never asks."""
+    """Note in the block whether the code of a module asks if it trains; a graph never asks.
+
+    Where a metaclass of the user would make the class that notes it, it counts as asking.
+    """
     cls = type(module)
     mode = NotedMode()
-    if isinstance(module, fx.GraphModule):
+    if isinstance(module, fx.GraphModule) or type(cls) is not type:
+        mode.was_read = not isinstance(module, fx.GraphModule)
         yield mode
         return
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     body = {"training": mode, **names}
-    noting = types.new_class(cls.__name__, (cls,), {}, lambda space: space.update(body))
+    bases = (cls,) if issubclass(cls, Unnoticed) else (Unnoticed, cls)
+    noting: Any = type(cls.__name__, bases, body)
     change_class(module, noting)
     try:
         yield mode
