@@ -1,4 +1,4 @@
-"""Planning and quantizing: rules, then what a target adds, then what one run in float shows.
+"""Planning and quantizing: rules, then what a target adds, then what runs in float show.
 
 With an example, planning runs the model twice, and no more often:
 
@@ -176,10 +176,10 @@ def plan(
             concatenations and the like in the forward of a module become children of it, named
             ``quant_add``, ``quant_cat_1``, ...
         example: the arguments for one call of the model; see
-            :func:`torchq.graph.call_arguments`. The model runs once on it, which shows the
-            operators of forwards that cannot be traced, and the function calls with weights in
-            every forward. Without it these calls are found where a forward passes the weight of a
-            child to a function.
+            :func:`torchq.graph.call_arguments`. The model runs twice on it, in float: this shows
+            the operators of forwards that cannot be traced, the function calls with weights in
+            every forward, and which tensors quantizers share. Without it these calls are found
+            where a forward passes the weight of a child to a function.
         keep: a rule of what stays quantized. ``"pays"`` leaves in float what gains no time on
             the runtime of the target, all of it if the float model is not slower: files are made
             and timed on the example, which takes a minute or two. For a runtime elsewhere:
