@@ -55,7 +55,7 @@ def _config(recipe: str, narrow: bool, keep: bool) -> torchq.QuantConfig:
     return config.with_rules(kept) if keep else config
 
 
-def _quantized(
+def quantized_for(
     model: nn.Module,
     target: str | None,
     batches: list[Tensor],
@@ -85,7 +85,7 @@ def engines(
                 names = _ENGINES[target] if narrow or not saturates() else (target,)
                 names = (*names, *(["file"] if target == "onnxruntime" else []))
                 config = _config(recipe, narrow, options.keep)
-                quantized = _quantized(model, target, batches, config)
+                quantized = quantized_for(model, target, batches, config)
                 for name, fields in _agreements(quantized, test, names):
                     planned = {"recipe": recipe, "planned_for": target}
                     planned["keep"] = options.keep

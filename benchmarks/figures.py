@@ -671,6 +671,19 @@ def evaluation(measured: Measured) -> str:
     return markdown(head, rows)
 
 
+def first_differences(measured: Measured) -> str:
+    """Images of another class in a W4A4 file, and the sum on a tie that turned each."""
+    rows = []
+    for row in measured.all("first_differences"):
+        if row["image"] is not None:
+            layer = row["quantizer"].removesuffix("_quantizer")
+            ulps = (row[name] for name in ("from_tie", "simulation", "file"))
+            cells = (str(row["image"]), layer, f"{row['steps']:.7f}")
+            rows.append((*cells, *(f"{value:.1f}" for value in ulps)))
+    head = ("image", "codes", "exact sum, in steps", "from the tie", "torch", "file")
+    return markdown(head, rows)
+
+
 def evaluation_elsewhere(measured: Measured) -> str:
     """The same of ExecuTorch's files and of the engine torch, INT8."""
     rows = []
@@ -720,6 +733,7 @@ TABLES: dict[str, Callable[[Measured], str]] = {
             deploy,
             memory,
             agreement,
+            first_differences,
             evaluation,
             evaluation_elsewhere,
             forwards,
