@@ -28,6 +28,7 @@ from torchq.nn.integer_kernel import kernels_off
 from torchq.runtimes import Engine, ExecuTorch
 from torchq.runtimes.executorch import export_pte, form, lower, to_exported_program
 from torchq.runtimes.executorch.form import is_dq, is_q, kind_of
+from torchq.runtimes.file_engine import EngineModule
 
 ASYMMETRIC = QuantDescriptor(unsigned=True, symmetric=False)
 
@@ -257,6 +258,19 @@ def test_a_layer_that_is_not_delegated_has_a_float_weight_and_is_named() -> None
         node for node in program.graph.nodes if "dequantize_per_channel" in node.name
     ]
     assert torch.equal(program.module()(x), model(x))
+
+
+def test_weights_in_float_have_sizes_that_do_not_vary() -> None:
+    """XNNPACK takes another size for the window of a depthwise convolution otherwise."""
+    x = torch.randn(2, 4, 8, 8)
+    layers = nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), nn.Sigmoid())
+    model = calibrated(layers, x, target=None)
+    program = to_exported_program(model, x)
+    (layer,) = nodes(program, "conv2d")
+    assert layer.args[1].op == "placeholder"
+    sizes = layer.args[1].meta["val"].shape
+    assert [type(size) for size in sizes] == [int, int, int, int]
+    assert tuple(sizes) == (4, 1, 3, 3)
 
 
 def test_linear_layers_whose_results_are_read_in_float_run_on_integers() -> None:
@@ -670,3 +684,41 @@ def test_a_quantized_convolution_outside_of_xnnpack_is_refused(
     ):
         export_pte(model, x, tmp_path / "m.pte")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_depthwise_convolution_in_front_of_a_float_function_is_deployed() -> None:
+    needs_executorch()
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, 8, 8)
+    model = nn.Sequential(
+        nn.Conv2d(4, 8, 3),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, groups=8, padding=1),
+        nn.Sigmoid(),
+        nn.Conv2d(8, 4, 1),
+    )
+    config = torchq.recipes.int8().with_rules(Rule("3", skip=True, optional=True))
+    model = calibrated(model, x, config)
+    deployed = torchq.deploy(model, x)
+    assert "2" in deployed.report.in_float
+    with torch.no_grad():
+        # Float sums, behind which each code may fall to the other side of a tie.
+        step = model[4].input_quantizer.scale
+        off = float(step * model[4].weight.abs().flatten(1).sum(1).max())
+        torch.testing.assert_close(deployed(x), model(x), rtol=0, atol=off)
+
+
+def test_a_file_that_cannot_run_is_named(
+    engine: Engine, simulated: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: object, feeds: object) -> None:
+        raise RuntimeError("method->execute() failed with error 0x1")
+
+    monkeypatch.setattr(EngineModule, "forward", fails)
+    with pytest.raises(
+        ExportError,
+        match=r"^deploy: target 'executorch quantized': the runtime cannot run the file that it "
+        r"made \(method->execute\(\) failed with error 0x1\)\. Leave parts in float",
+    ) as caught:
+        torchq.deploy(simulated, images(1), target=engine)
+    assert isinstance(caught.value.__cause__, RuntimeError)

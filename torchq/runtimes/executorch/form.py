@@ -380,7 +380,9 @@ def _store_float(
         scale = _held(program, scale).reshape(shape)
     value = tensor.to(torch.float32) * scale
     program.state_dict[_target(program, codes)] = value
-    codes.meta["val"] = codes.meta["val"].fake_mode.from_tensor(value)
+    fake_mode = codes.meta["val"].fake_mode
+    # A size that may vary is the wrong one for a depthwise convolution.
+    codes.meta["val"] = fake_mode.from_tensor(value, static_shapes=True)
     for node in dequantized:
         _replace(node, codes)
 
