@@ -383,9 +383,14 @@ class _Fit:
     def add(self, y: Tensor, r: Tensor) -> None:
         """Add results (channels, positions)."""
         self.was_called = True
-        y, r = y.double(), r.double()
-        terms = torch.stack([torch.ones_like(y), y, r, y * r, r * r, y * y])
-        folds = [terms[..., number::_FOLDS].sum(-1) for number in range(_FOLDS)]
+        # In one order of positions sums have the same bits, however the layer lays them out.
+        y, r = y.double().contiguous(), r.double().contiguous()
+        terms = (y, r, y * r, r * r, y * y)
+        folds = []
+        for number in range(_FOLDS):
+            sums = [term[..., number::_FOLDS].sum(-1) for term in terms]
+            count = len(range(number, y.shape[-1], _FOLDS))
+            folds.append(torch.stack([torch.full_like(sums[0], count), *sums]))
         self.sums = self.sums + torch.stack(folds)
 
     @property
