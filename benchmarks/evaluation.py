@@ -50,7 +50,7 @@ _SPREAD = 0.05
 #: The networks that are compared with files of ExecuTorch.
 IN_FILES = (
     *("resnet20", "resnet18", "squeezenet1_1", "mobilenet_v2", "googlenet"),
-    *("regnet_x_400mf", "unet"),
+    *("regnet_x_400mf", "unet", "mobilenet_v3_small", "vgg11"),
 )
 #: The networks with trained weights.
 TRAINED = ("resnet20", "repvgg")
@@ -81,6 +81,14 @@ class Recurrent(nn.Module):
         """Map (N, 3, 32, W) to (N, 10)."""
         x = self.conv(x).relu().permute(0, 3, 1, 2).flatten(2)
         return self.head(self.lstm(x)[0][:, -1])
+
+
+def vgg11() -> nn.Module:
+    """Return torchvision's VGG-11 with norms, and one layer for a head, for small images."""
+    model = build("torchvision/vgg11_bn").model
+    model.avgpool = nn.AdaptiveAvgPool2d(1)
+    model.classifier = nn.Linear(512, 10)
+    return model.eval()
 
 
 def _pair(inputs: int, outputs: int) -> nn.Sequential:
@@ -139,6 +147,7 @@ def networks(data: Path | None) -> Iterator[tuple[str, Callable[[], nn.Module], 
         yield "repvgg", lambda: repvgg_cifar(data), 32
     for name in TORCHVISION.split():
         yield name, lambda name=name: build(f"torchvision/{name}").model, 64
+    yield "vgg11", vgg11, 32
     for cls in (Recurrent, UNet, Detector):
         yield cls.__name__.lower(), lambda cls=cls: cls().eval(), 32
 
