@@ -387,6 +387,29 @@ def factors(measured: Measured) -> str:
     return markdown((*head, "layers with factors", "time"), rows)
 
 
+def attention(measured: Measured) -> str:
+    """Return which part of the work of transformers is on integers."""
+    outside: dict[str, list[float]] = {}
+    in_modules: dict[str, dict[str, str]] = {}
+    for row in measured.all("attention"):
+        if row["version"] == "outside":
+            outside.setdefault(row["network"], []).append(row["share"])
+        else:
+            cells = in_modules.setdefault(row["network"], {})
+            cells[row["target"]] = f"{row['share']:.1f} %"
+    targets = list(dict.fromkeys(t for cells in in_modules.values() for t in cells))
+    rows = [
+        (
+            network,
+            _span(outside[network], "{:.1f} %"),
+            *(cells.get(target, "") for target in targets),
+        )
+        for network, cells in in_modules.items()
+    ]
+    heads = (f"in modules, {target}" for target in targets)
+    return markdown(("network", "outside, each target", *heads), rows)
+
+
 def added_time(measured: Measured) -> str:
     """Return the time of files with added operators over that of the layers alone."""
     cells: dict[str, dict[str, str]] = {}
@@ -722,7 +745,7 @@ TABLES: dict[str, Callable[[Measured], str]] = {
     table.__name__: table
     for table in (
         *(overview, fake_quant, qat_step, calibration, fuse, folds, folded_accuracy),
-        *(accuracy, training, methods, factors, added_time, zoo),
+        *(accuracy, training, methods, factors, attention, added_time, zoo),
         *(
             conformance,
             fuzz,
