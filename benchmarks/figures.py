@@ -410,6 +410,28 @@ def attention(measured: Measured) -> str:
     return markdown(("network", "outside, each target", *heads), rows)
 
 
+def own_pictures(measured: Measured) -> str:
+    """Return how near a MobileNetV2 with real weights stays: means over draws."""
+    cells: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
+    for row in measured.all("own_pictures"):
+        case = (row["recipe"], row["target"], row["method"])
+        cells.setdefault(case, []).append(row)
+    rows = []
+    for case, draws in cells.items():
+        found = [row for row in draws if "same" in row]
+        if not found:
+            rows.append((*case, str(len(draws)), draws[-1]["missing"], "", "", ""))
+            continue
+        same, divergence, signal, seconds = (
+            mean(row[key] for row in found)
+            for key in ("same", "kl", "decibels", "seconds")
+        )
+        figures = (f"{same:.1f} %", f"{divergence:.3f}", f"{signal:.1f} dB")
+        rows.append((*case, str(len(found)), *figures, f"{seconds:.0f}"))
+    head = ("bits", "target", "how", "draws", "same", "KL", "outputs", "CPU s")
+    return markdown(head, rows)
+
+
 def added_time(measured: Measured) -> str:
     """Return the time of files with added operators over that of the layers alone."""
     cells: dict[str, dict[str, str]] = {}
@@ -745,7 +767,8 @@ TABLES: dict[str, Callable[[Measured], str]] = {
     table.__name__: table
     for table in (
         *(overview, fake_quant, qat_step, calibration, fuse, folds, folded_accuracy),
-        *(accuracy, training, methods, factors, attention, added_time, zoo),
+        *(accuracy, training, methods, factors, attention),
+        *(own_pictures, added_time, zoo),
         *(
             conformance,
             fuzz,
