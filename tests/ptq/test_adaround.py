@@ -72,7 +72,7 @@ def test_learning_lowers_the_error_of_blocks(arguments: dict[str, Any]) -> None:
     before = calibrated(bits=(2, 8))
     model = calibrated(bits=(2, 8))
     gptq_(before, batches(), progress=False)
-    report = adaround_(model, batches(), steps=100, progress=False, **arguments)
+    report = adaround_(model, batches(), steps=200, progress=False, **arguments)
     assert block_error(model, net()) < block_error(before, net())
     blocks = list(report.blocks)
     assert blocks == ["0", "2", "3", "5"]

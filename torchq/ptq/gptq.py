@@ -46,6 +46,9 @@ T = TypeVar("T")
 # The pull of the regression towards the float weights, as a fraction of the mean diagonal. With few
 # samples for each input it is larger: what cancels their errors by chance does not on others.
 _RIDGE, _RIDGE_OF_FEW = 0.1, 3.0
+# What this pull is multiplied by, where it foretells the second half of the samples better. Pixels
+# of one image are alike, so what is learned of few images can be wrong though pixels are many.
+_PULLS = (1.0, 4.0, 16.0, 64.0)
 # The inputs for each sample that moments bear without more damping than the least.
 _FEW, _DAMPING = 0.05, 0.01
 # Columns after which the rest of the matrix is brought up to date, in one product.
@@ -125,7 +128,8 @@ def gptq_(
     Layers are treated one block after the other, in running order, on inputs from the quantized
     blocks before. A layer makes up for the rounding of its inputs, and one whose output is added
     to a shortcut also for the error of the shortcut: ridge regression gives the weights that are
-    rounded, and the bias follows in closed form. The ranges of the weights are searched for the
+    rounded, pulled to the float ones as far as foretells the other half of each batch best, and the
+    bias follows in closed form. The ranges of the weights are searched for the
     least error of the output, and coordinate descent improves the rounding. A layer is changed as
     a whole or not at all; a call that fails or is interrupted leaves the layers that were finished
     as they are, with a warning that names their number.
@@ -188,7 +192,7 @@ class BlockRounding:
         targets, repairing = self._float_outputs(number, list(block.layers))
         for name, layer in block.layers.items():
             repairs = name in repairing
-            moments = Moments()
+            halves = Moments(), Moments()
             until: Any = "shortcuts" if repairs else "inputs"
             for index in range(len(self.replay.batches)):
                 got = self.replay.run(number, index, "quantized", [name], until=until)
@@ -196,8 +200,14 @@ class BlockRounding:
                 target = targets.pop((name, index))
                 if name in got.shortcuts:
                     target = target - got.shortcuts[name]
-                moments.add(x, output_matrix(layer, target))
-            self.done[name], self.wanted[name] = _round_(name, layer, moments, repairs)
+                # A batch is cut between images, whose pixels follow each other.
+                inputs = x.tensor_split(2, 2)
+                targets_of_halves = output_matrix(layer, target).tensor_split(2, 2)
+                for half, *samples in zip(
+                    halves, inputs, targets_of_halves, strict=True
+                ):
+                    half.add(*samples)
+            self.done[name], self.wanted[name] = _round_(name, layer, halves, repairs)
 
     def _float_outputs(
         self, number: int, names: list[str]
@@ -216,15 +226,17 @@ class BlockRounding:
 
 
 def _round_(
-    name: str, layer: Any, moments: Moments, repairs_shortcut: bool
+    name: str, layer: Any, halves: tuple[Moments, Moments], repairs_shortcut: bool
 ) -> tuple[GPTQLayer, Tensor]:
     """Round the weight of ``layer`` in place; change its bias and ranges with it, or nothing.
 
-    Returned is what happened, and the weight matrix that was rounded.
+    ``halves`` are the moments of two halves of the samples. Returned is what happened, and the
+    weight matrix that was rounded.
     """
-    moments.finish(centred=layer.bias is not None)
+    m = halves[0].joined(halves[1])
+    for moments in (m, *halves):
+        moments.finish(centred=layer.bias is not None)
     w0 = weight_matrix(layer, layer.weight.detach())
-    m = moments
     variance = m.variance()
     check_finite(f"gptq_: {name}", m.count, m.xx, m.tx, m.tt, variance)
     scarcity = m.xx.shape[2] / m.count
@@ -235,7 +247,8 @@ def _round_(
 
     bias = None if layer.bias is None else layer.bias.detach()
     before = error(grid_of(layer).nearest(w0.to(m.xx.dtype)), bias)
-    target_weight = m.wanted(w0, max(_RIDGE, _RIDGE_OF_FEW * scarcity))
+    least_pull = max(_RIDGE, _RIDGE_OF_FEW * scarcity)
+    target_weight = m.wanted(w0, least_pull * _best_pull(w0, halves, least_pull))
     diagonals = m.xx.diagonal(dim1=1, dim2=2).clone()
     quantizer = weight_quantizer(layer)
     with undone_on_error(quantizer, written=own_tensors([quantizer])):
@@ -261,6 +274,20 @@ def _round_(
         max(damping_of_group for _, damping_of_group in solved),
         repairs_shortcut,
     ), target_weight
+
+
+def _best_pull(weight: Tensor, halves: tuple[Moments, Moments], least: float) -> float:
+    """Return what of :data:`_PULLS` foretells the second half from the first one best."""
+    first, second = halves
+    if not (first.count and second.count):
+        return 1.0
+
+    def error(factor: float) -> float:
+        wanted = first.wanted(weight, least * factor)
+        bias = first.bias(wanted).view(len(weight), -1) if first.centred else None
+        return float(second.power(wanted, bias).sum())
+
+    return min(_PULLS, key=error)
 
 
 class Moments:
@@ -292,6 +319,15 @@ class Moments:
             else:
                 self._sums[name] = part.double()
         self.count += x.shape[2]
+
+    def joined(self, other: Moments) -> Moments:
+        """Return the sums over the samples of both, neither of which is finished."""
+        result = Moments()
+        result.count = self.count + other.count
+        result._sums = {
+            name: total + other._sums[name] for name, total in self._sums.items()
+        }
+        return result
 
     def finish(self, *, centred: bool) -> None:
         """Turn sums into means; if ``centred``, those of products about the means."""
