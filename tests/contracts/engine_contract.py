@@ -167,6 +167,16 @@ class EngineContract:
             assert sqnr(deployed(other).scores[:1], deployed(same).scores) > BOUND_DB
         assert torch.equal(deployed(x).scores, expected)
 
+    def test_model_and_example_may_be_channels_last(
+        self, engine: Engine, simulated: nn.Module, deployed: nn.Module
+    ) -> None:
+        last = torch.channels_last
+        model = copy.deepcopy(simulated).to(memory_format=last)
+        example = images(1).contiguous(memory_format=last)
+        result = torchq.deploy(model, example, target=engine)
+        x = images(self.usual_batch, seed=1)
+        assert sqnr(result(x).scores, deployed(x).scores) > BOUND_DB
+
     def test_the_results_of_a_call_are_not_overwritten_by_the_next(
         self, deployed: nn.Module
     ) -> None:

@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 
 from torchq.errors import ExportError
 from torchq.formats import PerTensor
-from torchq.graph import call_arguments, call_model
+from torchq.graph import call_arguments, call_model, map_tensors
 from torchq.lowering.api import simulated_copy
 from torchq.nn import TensorQuantizer
 from torchq.nn.correction import fold_corrections_
@@ -72,7 +72,10 @@ def traced(model: nn.Module, example: object) -> tuple[ExportedProgram, dict[str
 
     ``model`` is a copy that may be changed; a float model is traced as it is.
     """
-    args, kwargs = call_arguments(model, example)
+    # A file takes its inputs in the memory order of the example, which is channels last for pictures
+    # that were read as height x width x channels; and XNNPACK takes no weights in that order.
+    model.to(memory_format=torch.contiguous_format)
+    args, kwargs = map_tensors(call_arguments(model, example), Tensor.contiguous)
     active = {path: q for path, q in quantizers(model).items() if q.quantizing}
     _check(model, active)
     fold_corrections_(model)
