@@ -7,8 +7,10 @@ from torch import Tensor, nn
 import torchq
 from tests.lowering.common import calibrated, recipe, sqnr
 from tests.models import simulated
+from torchq import QuantDescriptor, TensorQuantizer
 from torchq.errors import ExportError
 from torchq.lowering import api
+from torchq.lowering.check import ReferenceCheck
 from torchq.runtimes import Torch
 
 
@@ -232,3 +234,31 @@ def test_an_error_of_the_code_is_no_overflow_of_kernels(
     ):
         torchq.deploy(model, x, target="torch", progress=False)
     assert "overflow" not in str(error.value)
+
+
+class Coarse(nn.Module):
+    """Two bits, so that a value that falls the other way is a large part of the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quantizer = TensorQuantizer(QuantDescriptor(num_bits=2))
+        self.quantizer.set_amax(torch.tensor(1.0))
+        self.order = self.gain = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain * self.quantizer(self.order * x)
+
+
+def test_what_ties_explain_is_told_from_a_fault() -> None:
+    simulated, other_order, damaged = Coarse(), Coarse(), Coarse()
+    other_order.order = damaged.order = 1 + 1e-6
+    damaged.gain = 4.0
+    # 0.5 lies between the codes 0 and 1.
+    at_ties = ReferenceCheck(simulated, torch.tensor([0.5, 0.5, 1.0, 0.0]))
+    assert "relative error 1.4" in at_ties.difference(other_order, 0.1)
+    assert not at_ties.unexplained(other_order, 0.1)
+    assert "relative error 6.4" in at_ties.unexplained(damaged, 0.1)
+    # No tie excuses the same fault here.
+    elsewhere = ReferenceCheck(simulated, torch.tensor([0.4, 0.6, 1.0, 0.0]))
+    assert not elsewhere.difference(other_order, 0.1)
+    assert "relative error 3" in elsewhere.unexplained(damaged, 0.1)

@@ -114,7 +114,7 @@ class ExecuTorch(FileEngine):
             module = EngineModule(self, stored, interface, report)
             for check in task.checks:
                 try:
-                    deviation = check.difference(module, RESULT_TOLERANCE)
+                    deviation = check.unexplained(module, RESULT_TOLERANCE)
                 except RuntimeError as error:
                     raise ExportError(
                         f"deploy: target {self.label!r}: the runtime cannot run the file that it "
