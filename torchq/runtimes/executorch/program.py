@@ -72,8 +72,8 @@ def traced(model: nn.Module, example: object) -> tuple[ExportedProgram, dict[str
 
     ``model`` is a copy that may be changed; a float model is traced as it is.
     """
-    # A file takes its inputs in the memory order of the example, which is channels last for pictures
-    # that were read as height x width x channels; and XNNPACK takes no weights in that order.
+    # A file takes its inputs in the memory order of the example, which is channels last for
+    # pictures that were read as height x width x channels; XNNPACK takes no weights in that order.
     model.to(memory_format=torch.contiguous_format)
     args, kwargs = map_tensors(call_arguments(model, example), Tensor.contiguous)
     active = {path: q for path, q in quantizers(model).items() if q.quantizing}
