@@ -12,7 +12,7 @@ import torchq
 from tests.fusion.blocks.repvgg import RepVGGBlock
 from tests.models import Parts, simulated
 from torchq.analysis import DoctorReport
-from torchq.analysis.checks import Patient
+from torchq.analysis.checks import Healing, Patient
 from torchq.analysis.doctor import cures
 from torchq.analysis.layers import (
     line_equalized,
@@ -21,6 +21,7 @@ from torchq.analysis.layers import (
     named_target,
 )
 from torchq.nn.correction import corrected_layers
+from torchq.swap import plan_of
 from torchq.workflow import quantizers, weight_quantizers
 
 W4A4 = torchq.recipes.w4a4()
@@ -229,11 +230,26 @@ def test_one_scale_for_unequal_channels_wants_equalization() -> None:
     with torch.no_grad():
         unequal[3].rbr_reparam.weight[0] *= 100  # type: ignore[index]
     model = quantized(recipe, unequal, target="onnxruntime")
-    code = line_equalized()
+    code = line_equalized("onnxruntime")
     assert advised(model, {}) == [code]
     assert advised(quantized(recipe, target="onnxruntime"), {}) == []
     assert code not in advised(model, {"2.rbr_reparam": 1.0})
     do(code, model, recipe)
+    assert plan_of(model).target == "onnxruntime"
+
+
+def test_advice_for_the_ends_keeps_the_target() -> None:
+    config = torchq.recipes.integer(4, 4)
+    model = quantized(config, target="onnxruntime")
+    ends = line_with("config.with_ends(8)", "onnxruntime")
+    assert ends in advised(model, {"6": 0.6, "1": 0.4})
+    do(ends, model, config)
+    assert plan_of(model).target == "onnxruntime"
+    remedies = [Healing(10.0, 30.0, 31.0), Healing(10.0, 12.0, 31.0)]
+    for healing in remedies:
+        line = healing.remedy("6", "onnxruntime").partition("  #")[0]
+        do(line, model, config)
+        assert plan_of(model).target == "onnxruntime"
 
 
 def test_a_good_model_has_no_cure() -> None:

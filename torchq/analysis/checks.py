@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torchq.analysis.detections import detections_in
 from torchq.analysis.layers import (
     channel_axes,
+    example_for,
     largest_of_channels,
     layers_with_weights,
     line_equalized,
@@ -236,8 +237,7 @@ def _maker(flow: Flow, call: Call) -> Call:
 #: By how many dB the outputs must come nearer to float for an input to be worth healing.
 _HEALED = 1.0
 _RULED = (
-    f"{line_equalized()}  # where a ReLU lies between two layers; else 16 bits or float for this "
-    "input"
+    "  # where a ReLU lies between two layers; else 16 bits or float for this input"
 )
 
 
@@ -254,19 +254,20 @@ class Healing:
         """How many dB the better of both cures gains."""
         return max(self.wide, self.as_float) - self.now
 
-    def remedy(self, layer: str) -> str:
-        """Return the call that gives the layer of this path what heals it."""
+    def remedy(self, layer: str, target: str | None) -> str:
+        """Return the call that gives the layer of this path what heals it, for a target."""
         if self.gain < _HEALED:
             return (
                 "nothing: neither 16 bits nor float bring the outputs nearer to float"
             )
         if self.wide >= self.as_float - _HEALED:
             slots = "input=torchq.QuantDescriptor(16), weight=torchq.QuantDescriptor(axis=0)"
-            wide = line_with(f"config.with_rules(torchq.Rule({layer!r}, {slots}))")
+            rule = f"torchq.Rule({layer!r}, {slots})"
+            wide = line_with(f"config.with_rules({rule})", target)
             return (
                 f"{wide}  # where the target has such codes, else exclude=[{layer!r}]"
             )
-        return line_with(f"config, exclude=[{layer!r}]")
+        return line_with(f"config, exclude=[{layer!r}]", target)
 
     def __str__(self) -> str:
         return (
@@ -291,6 +292,11 @@ class Patient:
     outputs: Outputs | None = None
     cures: tuple[Cure, ...] = ()
     healed: Mapping[str, Healing] = field(default_factory=dict)
+
+    @property
+    def target(self) -> str | None:
+        """The runtime that the model is planned for."""
+        return plan_of(self.model).target
 
     @property
     def active(self) -> dict[str, TensorQuantizer]:
@@ -576,7 +582,7 @@ def functional_call(patient: Patient) -> Found:
         weights += sorted(parameters[source] for source in calls.sources)
         if weights:
             evidence += f" ({', '.join(dict.fromkeys(weights))})"
-        remedy = line_with("config, example=batches[0]")
+        remedy = line_with(f"config, {example_for(patient.target)}")
         if products or calls.obstacle:
             remedy = "let a layer of its own make the call, such as torch.nn.Linear"
         yield "warning", names[key], evidence, remedy
@@ -594,7 +600,7 @@ def attention_outside(patient: Patient) -> Found:
             continue
         evidence = "hands its attention to a function outside of it, which stays float"
         routed = "torchq.hugging_face.attend_in_modules_(model, batches[0])"
-        again = f"torchq.quantize_(model, {named_target()})"
+        again = f"torchq.quantize_(model, {named_target(patient.target)})"
         calibrated = "torchq.calibrate(model, batches)"
         remedy = f"torchq.restore_(model); {routed}; {again}; {calibrated}"
         yield "info", names[key], evidence, remedy
@@ -612,7 +618,7 @@ def one_sided_add(patient: Patient) -> Found:
         evidence = (
             "adds a quantized operand to one that is not, so the addition runs in float"
         )
-        again = line_with(f"config, {named_target()}")
+        again = line_with(f"config, {named_target(patient.target)}")
         remedy = f"{again}  # or quantize both"
         yield "warning", path, evidence, remedy
 
@@ -666,7 +672,7 @@ def range_spread(patient: Patient) -> Found:
             times = f"{unequal:.0f} times the median one"
             evidence = f"its largest channel is {times}, with one scale for all"
             axes = channel_axes(module).get(id(quantizer), (0,))
-            remedy = f"{line_equalized()}  # or weight=QuantDescriptor(axis={axes})"
+            remedy = f"{line_equalized(patient.target)}  # or weight=QuantDescriptor(axis={axes})"
             yield "warning", child_path(path, "weight_quantizer"), evidence, remedy
 
 
@@ -713,10 +719,11 @@ def ruling_channel(patient: Patient) -> Found:
         )
         healing = patient.healed.get(ruling.path)
         if healing is None:
-            yield "info", ruling.path, evidence, _RULED
+            remedy = f"{line_equalized(patient.target)}{_RULED}"
+            yield "info", ruling.path, evidence, remedy
             continue
         severity: Severity = "warning" if healing.gain >= _HEALED else "info"
-        remedy = healing.remedy(ruling.path.rpartition(".")[0])
+        remedy = healing.remedy(ruling.path.rpartition(".")[0], patient.target)
         yield severity, ruling.path, f"{evidence}; {healing}", remedy
 
 

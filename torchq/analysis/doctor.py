@@ -398,7 +398,7 @@ def cures(patient: Patient, shares: dict[str, float]) -> list[Cure]:
             "least error of the results, which takes seconds to minutes."
         )
         candidates.append(Cure(advice, "torchq.ptq.gptq_(model, batches)"))
-    candidates.append(_ends(layers, names))
+    candidates.append(_ends(plan, layers, names))
     unequal = sorted(
         names & {path.rpartition(".")[0] for _, path, _, _ in range_spread(patient)}
     )
@@ -407,7 +407,7 @@ def cures(patient: Patient, shares: dict[str, float]) -> list[Cure]:
             f"{joined_names(unequal[:_BLAMED])}: one scale for channels of very different "
             "size."
         )
-        candidates.append(Cure(advice, line_equalized()))
+        candidates.append(Cure(advice, line_equalized(plan.target)))
     if blamed:
         share = sum(shares[name] for name in blamed)
         advice = (
@@ -463,8 +463,7 @@ def _wide_inputs(plan: Plan, layers: Sequence[Decision]) -> Cure | None:
         f"{2 ** (bits - BYTE)} times as finely; weights keep their 8 bits."
     )
     recipe = f"torchq.recipes.w8a{bits}()"
-    code = line_with(f"{recipe}, target={plan.target!r}, example=batches[0]")
-    return Cure(advice, code)
+    return Cure(advice, line_with(recipe, plan.target))
 
 
 def _grid(patient: Patient, plan: Plan, names: set[str]) -> Cure | None:
@@ -497,7 +496,7 @@ def _has_signed_codes(quantizer: TensorQuantizer) -> bool:
     return d.format.is_integer and d.symmetric and not d.unsigned and not d.learn_amax
 
 
-def _ends(layers: Sequence[Decision], hurt: set[str]) -> Cure | None:
+def _ends(plan: Plan, layers: Sequence[Decision], hurt: set[str]) -> Cure | None:
     """Return the cure for a first or last layer that does harm in fewer than 8 bits."""
     narrow = []
     for decision in (*layers[:1], *layers[-1:]):
@@ -510,7 +509,7 @@ def _ends(layers: Sequence[Decision], hurt: set[str]) -> Cure | None:
         f"{joined_names(list(dict.fromkeys(narrow)))}: the first and last layer are few and "
         "sensitive, and want 8 bits."
     )
-    return Cure(advice, line_with(f"config.with_ends({BYTE})"))
+    return Cure(advice, line_with(f"config.with_ends({BYTE})", plan.target))
 
 
 def _bits(decision: Decision, slot: str = "weight") -> int:

@@ -189,20 +189,31 @@ def lines_without(names: Iterable[str]) -> str:
     return f"for q in {chosen}.values(): q.quantizing = False\n{calibrate}"
 
 
-def line_equalized() -> str:
+def line_equalized(target: str | None) -> str:
     """Return the line that quantizes a quantized ``model`` anew, with equalized channels."""
     equalize = "torchq.ptq.equalize_(model, batches[0])"
-    quantize = "torchq.quantize_(model, config, example=batches[0])"
+    quantize = f"torchq.quantize_(model, config, {example_for(target)})"
     calibrate = "torchq.calibrate(model, batches)"
     return f"torchq.restore_(model); {equalize}; {quantize}; {calibrate}"
 
 
-def named_target() -> str:
+def example_for(target: str | None) -> str:
+    """Return the arguments that give an example, and the target where there is one."""
+    example = "example=batches[0]"
+    return example if target is None else f"target={target!r}, {example}"
+
+
+def named_target(target: str | None = None) -> str:
     """Return arguments that name a target, for lines that can be pasted: one that is anywhere."""
-    return f"target={reference_runtime().name!r}, example=batches[0]"
+    return example_for(target or reference_runtime().name)
 
 
-def line_with(arguments: str) -> str:
-    """Return the line that quantizes a quantized ``model`` anew, with other arguments."""
+def line_with(arguments: str, target: str | None = None) -> str:
+    """Return the line that quantizes a quantized ``model`` anew, with other arguments.
+
+    ``target`` is that of its plan, which it keeps.
+    """
+    if target is not None:
+        arguments = f"{arguments}, {example_for(target)}"
     quantize = f"torchq.quantize_(model, {arguments})"
     return f"torchq.restore_(model); {quantize}; torchq.calibrate(model, batches)"
