@@ -73,7 +73,7 @@ test-targets:
 # Whole jobs with the trainers of others, in an environment of its own; -s shows their table.
 test-roads:
 	$(PYTHON) -m venv .venv-roads
-	.venv-roads/bin/pip install -e ".[all,dev,integration]"
+	.venv-roads/bin/pip install -e ".[all,dev,integration,executorch]"
 	.venv-roads/bin/python -m pytest -s tests/roads tests/qat/test_trainers.py \
 		tests/qat/test_vision_trainers.py tests/workflow/test_other_trainers.py
 

@@ -85,3 +85,27 @@ def test_its_codes_run_in_another_runtime(
         assert any("runs in float" in warning for warning in written.warnings)
     else:
         assert share is not None and share > 0.9
+
+
+@pytest.mark.parametrize("door", [by_adopting, by_file])
+def test_its_codes_run_in_executorch(
+    door: Door, yolo: Any, detector: Trained, checkpoint: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("executorch", reason="it runs the file")
+    network = door(yolo, detector, checkpoint)
+    images = detector.images()[:1]
+    path = tmp_path / "net.pte"
+    report = torchq.runtimes.executorch.export_pte(
+        network, images, path, progress=False
+    )
+    # ModelOpt quantizes no results, without which XNNPACK computes in float; as is said.
+    assert not report.integer and "is read in float" in str(report)
+    deployed = torchq.deploy(network, images, target="executorch", progress=False)
+    with torch.no_grad():
+        pairs = zip(
+            tensors_in(deployed(images)), tensors_in(network(images)), strict=True
+        )
+        # One value of a tie that falls the other way moves the boxes by .3 %.
+        for got, expected in pairs:
+            assert (got - expected).norm() < 0.01 * expected.norm()
+    print(f"\nUltralytics train(quantize=8), {door.__name__}: {deployed.checked}")
