@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from torchq.errors import ExportError
 from torchq.graph import call_arguments, call_model
-from torchq.nn import QuantModule
+from torchq.nn.convert import float_class_of
 from torchq.onnx import export_onnx
 from torchq.onnx.interface import argument_names, named_tensors
 from torchq.onnx.ir import load_model
@@ -282,6 +282,4 @@ def _lengths(value: Any) -> tuple[int | None, ...]:
 
 def class_name(model: nn.Module) -> str:
     """Return the name of the class that a model had before it was quantized."""
-    return next(
-        cls for cls in type(model).__mro__ if not issubclass(cls, QuantModule)
-    ).__name__
+    return float_class_of(model).__name__
