@@ -258,6 +258,9 @@ def test_what_ties_explain_is_told_from_a_fault() -> None:
     assert "relative error 1.4" in at_ties.difference(other_order, 0.1)
     assert not at_ties.unexplained(other_order, 0.1)
     assert "relative error 6.4" in at_ties.unexplained(damaged, 0.1)
+    # No tie explains results of another shape.
+    cut = nn.Sequential(Coarse(), nn.Unflatten(0, (2, 2)))
+    assert "has shape (2, 2)" in at_ties.unexplained(cut, 0.1)
     # No tie excuses the same fault here.
     elsewhere = ReferenceCheck(simulated, torch.tensor([0.4, 0.6, 1.0, 0.0]))
     assert not elsewhere.difference(other_order, 0.1)

@@ -116,8 +116,10 @@ class ReferenceCheck:
         deviation = self.difference(model, most)
         if not deviation:
             return ""
-        pairs = zip(self._results(model), self._expected, strict=True)
-        errors = [distance(*pair) for pair in pairs]
+        results = self._results(model)
+        if [r.shape for r in results] != [r.shape for r in self._expected]:
+            return deviation
+        errors = list(map(distance, results, self._expected))
         far = [
             number
             for number, expected in enumerate(self._expected)
