@@ -83,3 +83,49 @@ def test_a_weight_that_is_computed_is_marked_where_it_is_computed(
     )
     names = exported(model, tmp_path / "computed.onnx")
     assert {"0.weight_quantizer", "2.weight_quantizer"} <= names
+
+
+class BatchAsNumber(nn.Module):
+    """Attention of stored queries that asks for the batch by ``len``, and a layer called twice.
+
+    torch's exporter then falls back to tracing bytecode, which names modules in a way of its own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries = nn.Parameter(torch.randn(1, 3, 8))
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries = self.queries.expand(len(x), -1, -1)
+        attended, _ = self.attention(queries, x, x, need_weights=False)
+        once: Tensor = self.head(self.norm(attended))
+        twice: Tensor = self.head(once)
+        return twice
+
+
+def test_a_forward_that_asks_for_the_batch_by_len_keeps_it_open(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    batches = [torch.randn(2, 5, 8), torch.randn(4, 5, 8)]
+    model = simulated(BatchAsNumber().eval(), batches)
+    path = tmp_path / "net.onnx"
+    torchq.export_onnx(model, batches[0], path, dynamo=True, progress=False)
+    names = quantizer_names(path)
+    assert {"head.input_quantizer", "head.input_quantizer#2"} <= names
+    assert torchq.verify_onnx(model, path, batches, progress=False).ok
+
+
+def test_an_error_of_torch_is_told_in_full(tmp_path: Path) -> None:
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack([self.layer(row) for row in x])
+
+    model = simulated(Rows().eval(), [X])
+    with pytest.warns(UserWarning, match="inferred a static shape of 2 .* open batch"):
+        torchq.export_onnx(model, X, tmp_path / "net.onnx", dynamo=True, progress=False)

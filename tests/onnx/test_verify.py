@@ -16,7 +16,13 @@ import torchq
 from tests.onnx.exported import Layers, Residual, calibrated, run_file
 from tests.onnx.exported import exported as write
 from torchq.errors import ConfigError, ExportError
-from torchq.onnx.ir import load_model, replace_stored, save_model, value_of
+from torchq.onnx.ir import (
+    load_model,
+    replace_stored,
+    replace_value,
+    save_model,
+    value_of,
+)
 from torchq.runtimes.onnxruntime import Session
 
 onnx = pytest.importorskip("onnx")
@@ -432,3 +438,60 @@ def test_a_norm_that_was_not_fused_is_named(path: Path) -> None:
     assert report.ok, str(report)
     assert report.coverage is not None and len(report.coverage.before_norms) == 1
     assert "BatchNorm that was not folded" in report.coverage.reason
+
+
+class Dilated(nn.Module):
+    """Residual blocks whose sums of skips are the result: nothing reads the last state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Conv1d(4, 8, 3, padding=1) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        skipped = x
+        for block in self.blocks:
+            values, gates = block(x).chunk(2, 1)
+            result = torch.tanh(values) * torch.sigmoid(gates)
+            skipped = skipped + result
+            x = x + result
+        return skipped
+
+
+@pytest.fixture
+def dilated(tmp_path: Path) -> tuple[nn.Module, list[Tensor], Path]:
+    torch.manual_seed(0)
+    model = Dilated().eval()
+    batches = [torch.randn(2, 4, 16), torch.randn(3, 4, 16)]
+    torchq.quantize_(model, target="onnxruntime", example=batches[0], progress=False)
+    torchq.calibrate(model, batches, progress=False)
+    path = tmp_path / "dilated.onnx"
+    torchq.export_onnx(model, batches[0], path, dynamo=False, progress=False)
+    return model, batches, path
+
+
+def test_a_quantizer_that_nothing_reads_may_be_missing(
+    dilated: tuple[nn.Module, list[Tensor], Path],
+) -> None:
+    model, batches, path = dilated
+    report = torchq.verify_onnx(model, path, batches, progress=False)
+    assert report.ok, str(report)
+    elements = {layer.name: layer.elements for layer in report.layers}
+    assert elements["blocks.0.input_quantizer"] == 5 * 4 * 16
+
+
+def test_a_quantizer_that_something_reads_may_not(
+    dilated: tuple[nn.Module, list[Tensor], Path],
+) -> None:
+    model, batches, path = dilated
+    file = load_model(path)
+    lost = "blocks.1.input_quantizer"
+    nodes = {node.name: node for node in file.graph}
+    before = nodes[f"{lost}/QuantizeLinear"].inputs[0]
+    replace_value(nodes[f"{lost}/DequantizeLinear"].outputs[0], before)
+    file.graph.remove(
+        [nodes[f"{lost}/DequantizeLinear"], nodes[f"{lost}/QuantizeLinear"]], safe=True
+    )
+    save_model(file, path)
+    report = torchq.verify_onnx(model, path, batches, progress=False)
+    faults = {layer.name: layer.parameters for layer in report.layers if not layer.ok}
+    assert faults[lost] == "is not in the file"

@@ -420,6 +420,30 @@ def test_numbers_that_depend_on_the_batch_keep_it_closed(quantized: bool) -> Non
         deployed(torch.randn(3, 8))
 
 
+class RowByRow(nn.Module):
+    """A model that loops over its rows, so that torch takes their number for a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.layer(row) for row in x])
+
+
+@pytest.mark.slow
+def test_a_batch_that_torch_fixes_without_a_word_keeps_it_closed() -> None:
+    pytest.importorskip("onnxruntime")
+    x = torch.randn(2, 8)
+    model = RowByRow().eval()
+    torchq.quantize_(model, SEVEN_BITS)
+    torchq.calibrate(model, [x], progress=False)
+    deployed = torchq.deploy(model, x, target="onnxruntime")
+    torch.testing.assert_close(deployed(x), model(x), rtol=0, atol=1e-6)
+    with pytest.raises(torchq.errors.InputError, match=r"'x': got shape \(3, 8\)"):
+        deployed(torch.randn(3, 8))
+
+
 @pytest.mark.slow
 def test_an_export_that_torch_gives_up_prints_nothing(
     capfd: pytest.CaptureFixture[str],

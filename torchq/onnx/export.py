@@ -6,7 +6,7 @@ import copy
 import os
 import warnings
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -381,12 +381,13 @@ def _traced(
     call: ExampleCall, opset: int, modern: bool, active: Mapping[str, TensorQuantizer]
 ) -> Model:
     """Return the graph that torch's exporter makes of the model, with the pairs of quantizers."""
-    try:
-        graph, names = _marked(call, opset, modern, active, by_scope=modern)
-    except (
-        MarksLost
-    ):  # a version of torch that notes no modules, or a result that nothing reads
-        graph, names = _marked(call, opset, modern, active, by_scope=False)
+    marked: tuple[Model, list[str]] | None = None
+    # A version of torch may note no modules; or nothing reads what a quantizer returned.
+    with suppress(MarksLost):
+        marked = _marked(call, opset, modern, active, by_scope=modern)
+    if marked is None:
+        marked = _marked(call, opset, modern, active, by_scope=False)
+    graph, names = marked
     if not graph.graph.outputs:
         raise ExportError(
             f"export_onnx: {type(call.model).__name__} returns no tensor; expected one at least"

@@ -126,7 +126,17 @@ class Marks:
             return None
         scopes = [v for k, v in node.metadata_props.items() if k.endswith(_SCOPES)]
         modules = literal_eval(scopes[0])[:-1] if scopes else []
-        return self._path_by_alias.get(modules[-1]) if modules else None
+        return self._path_of(modules[-1]) if modules else None
+
+    def _path_of(self, module: str) -> str | None:
+        """Return the path of a quantizer, given its path, behind whatever stands before it.
+
+        Where torch falls back to tracing Python's bytecode, it names a module by the way on which
+        it met the module first, such as ``x.__closure__[0].cell_contents.head.input_quantizer``.
+        """
+        while module not in self._path_by_alias and module:
+            module = module.partition(".")[2]
+        return self._path_by_alias.get(module)
 
     def _mark_stored(self, first_reader: Node, value: Value, path: str) -> None:
         """Let all readers of a stored tensor read a mark in front of the first of them."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchq.errors import ExportError
-from torchq.functional.onnx_ops import MARK
+from torchq.functional.onnx_ops import MARK, mark
 from torchq.nn import TensorQuantizer
 from torchq.onnx.interface import ExampleCall, argument_names
 from torchq.onnx.ir import Graph, Model, Node, Value, onnx_ir, set_opset
@@ -127,6 +127,9 @@ def run_dynamo(call: ExampleCall, opset: int, marks: Marks) -> Model:
         name = argument_names(call.model, len(args))[-1]
         kwargs = {name: args[-1]}
         args = args[:-1]
+    # Where a forward asks for the length of its batch, torch traces bytecode, which would not
+    # enter the functions of torch.onnx that a mark calls.
+    torch.compiler.allow_in_graph(mark)
     try:
         # The exporter warns about itself.
         with warnings.catch_warnings(), _without_log_of("torch.onnx"):
@@ -335,7 +338,10 @@ def _explained(error: Exception, fix: str) -> Exception:
     while isinstance(deepest.__cause__, Exception):
         deepest = deepest.__cause__
     lines = [line for line in str(deepest).splitlines() if line.strip()]
-    first = lines[0] if lines else type(deepest).__name__
+    reason = lines[0] if lines else type(deepest).__name__
+    if reason.endswith(":"):
+        reason = " ".join([reason, *(line.lstrip("- ") for line in lines[1:2])])
+    reason = reason.rstrip(".")
     return TorchExportError(
-        f"export_onnx: torch could not export the model ({type(deepest).__name__}: {first}). {fix}"
+        f"export_onnx: torch could not export the model ({type(deepest).__name__}: {reason}). {fix}"
     )

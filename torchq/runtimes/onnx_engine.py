@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from torchq.errors import ExportError, MissingExtraError
+from torchq.errors import ExportError, InputError, MissingExtraError
 from torchq.graph import call_arguments, call_model, tensors_in
 from torchq.lowering.check import (
     EQUAL_RESULTS,
@@ -192,7 +192,14 @@ class OnnxEngine(FileEngine):
                     "returns other numbers or another number of tensors beside its tensors; "
                     "expected the same, as a graph holds those of the example"
                 )
-            problem = check.difference(module)
+            try:
+                problem = check.difference(module)
+            except InputError as error:
+                # torch fixes a length that the forward turns into a number, and says nothing.
+                raise ExportError(
+                    f"deploy: target {self.label!r}: the graph takes no example of another shape "
+                    f"({error})"
+                ) from error
             agrees = (
                 self.quantized
                 and problem
