@@ -13,6 +13,7 @@ import torchq
 from tests.cli.conftest import SOURCE
 from tests.frontends.test_caffe import one_layer
 from torchq.cli import main
+from torchq.cli.loading import load_model
 from torchq.cli.main import build_parser
 
 Refused = Callable[..., str]
@@ -228,3 +229,14 @@ def test_every_number_of_the_command_line_has_bounds() -> None:
 def test_a_folder_that_is_not_writable_is_refused(refused: Refused) -> None:
     Path("sub").mkdir(mode=0o555)
     assert "is not writable" in refused("quantize", *SOURCE, "--save", "sub/a.pt")
+
+
+def test_weights_of_classes_that_ask_for_their_version_are_loaded(
+    tmp_path: Path,
+) -> None:
+    models = pytest.importorskip("torchvision.models")
+    torch.manual_seed(0)
+    trained = models.mnasnet0_5()
+    torch.save(trained.state_dict(), tmp_path / "w.pt")
+    model = load_model("torchvision:mnasnet0_5", str(tmp_path / "w.pt"))
+    assert torch.equal(model.layers[0].weight, trained.layers[0].weight)

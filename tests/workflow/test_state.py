@@ -146,6 +146,39 @@ def test_a_file_of_0_2_0_is_refused_with_a_way_to_convert_it() -> None:
 @pytest.mark.skipif(
     not Path("/dev/full").exists(), reason="a device of Linux that is always full"
 )
+class Versioned(nn.Module):
+    """A class that reads old files in another way, and refuses those without a version."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layer(x)
+
+    def _load_from_state_dict(
+        self, state: Any, prefix: str, meta: Any, *rest: Any
+    ) -> None:
+        if meta.get("version") != self._version:
+            raise ValueError(f"version should be 2 instead of {meta.get('version')}")
+        super()._load_from_state_dict(state, prefix, meta, *rest)
+
+
+def test_classes_that_ask_for_their_version_are_loaded(
+    x: torch.Tensor, tmp_path: Path
+) -> None:
+    path = tmp_path / "versioned.pt"
+    model = simulated(Versioned().eval(), [x])
+    torchq.save(model, path)
+    loaded = torchq.load(Versioned().eval(), path)
+    assert torch.equal(loaded(x), model(x))
+    # The tensors of the file are a state dict, which torch loads too.
+    tensors = torch.load(path, weights_only=True)["state_dict"]
+    loaded.load_state_dict(tensors)
+
+
 def test_a_full_disk_is_an_error_with_the_path(model: Net) -> None:
     with pytest.raises(
         ExportError, match=r"save: /dev/full: cannot be written \(.*\); expected "

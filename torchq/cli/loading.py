@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from torchq.errors import ConfigError, MissingExtraError, TorchqError
 from torchq.frontends import from_caffe, from_mxnet, from_onnx
@@ -258,7 +259,8 @@ def _load_weights(model: nn.Module, path: str) -> None:
         raise ConfigError(
             f"--weights {path}: expected a state dict, a file of named tensors"
         )
-    state = {key.removeprefix("module."): value for key, value in state.items()}
+    # In place, as a state dict holds the versions of classes too, which some ask for.
+    consume_prefix_in_state_dict_if_present(state, "module.")
     try:
         model.load_state_dict(state)
     except RuntimeError as error:

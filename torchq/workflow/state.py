@@ -264,9 +264,10 @@ def public_state(model: nn.Module) -> dict[str, Any]:
 
     What :func:`torchq.workflow.embed_record_` adds to state dicts is not in it.
     """
-    state = {
-        key: value for key, value in model.state_dict().items() if not is_record(key)
-    }
+    state: dict[str, Any] = model.state_dict()
+    # Not copied, as it holds the versions of classes, which a copy would lack.
+    for key in list(filter(is_record, state)):
+        del state[key]
     for path, quantizer in quantizers(model).items():
         public = public_path(path)
         if public == path:
@@ -469,10 +470,16 @@ def _factor_problem(layer: nn.Module | None, factors: Tensor) -> str:
 def _load_tensors(model: nn.Module, state: dict[str, object]) -> None:
     """Copy all tensors; an interruption brings the old numbers back."""
     tensors = model.state_dict(keep_vars=True).values()
+    # Names and shapes are those of the model, and so are the versions of its classes, which some
+    # ask for: a state dict holds them beside its tensors.
+    versioned = model.state_dict()
+    for key in versioned.keys() - state.keys():
+        del versioned[key]
+    versioned.update(state)
     try:
         with undone_on_error(
             model, written=[t for t in tensors if isinstance(t, Tensor)]
         ):
-            model.load_state_dict(state, strict=True)
+            model.load_state_dict(versioned, strict=True)
     except RuntimeError as error:
         raise QuantizationError(f"load: {error}") from None
