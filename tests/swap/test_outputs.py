@@ -305,3 +305,36 @@ def test_what_leaves_values_as_they_are_is_seen_through(factor: float) -> None:
     reader = "second.input_quantizer" if factor == 1 else "first.output_quantizer"
     assert rounded_by["first"] == reader
     assert rounded_by["second"].startswith("quant_add.")
+
+
+class Pyramid(nn.Module):
+    """A pooled branch whose ReLU works in place, as in PSPNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 3, padding=1)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.pooled = nn.Conv2d(16, 16, 1)
+        self.relu = nn.ReLU(inplace=True)
+        self.last = nn.Conv2d(32, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        pooled = self.relu(self.pooled(self.pool(x)))
+        spread = F.interpolate(
+            pooled, size=x.shape[2:], mode="bilinear", align_corners=True
+        )
+        result: Tensor = self.last(torch.cat([x, spread], 1))
+        return result
+
+
+def test_an_image_of_one_pixel_keeps_its_memory_order() -> None:
+    """Else interpolate and the last layer take other kernels, which round in another way."""
+    torch.manual_seed(0)
+    model = Pyramid().eval()
+    x = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
+    expected = model(x)
+    report = torchq.quantize_(model, target="onnxruntime", example=x, progress=False)
+    assert report.explain("pooled").count("output uint8") == 1
+    with torchq.disabled(model):
+        assert torch.equal(model(x), expected)

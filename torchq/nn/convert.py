@@ -181,9 +181,11 @@ class QuantModule(nn.Module):
         if quantizer is None:
             return result
         d = quantizer.descriptor
-        quantized: Tensor = quantizer(
-            result.relu() if d.unsigned is True and d.symmetric else result
-        )
+        if d.unsigned is True and d.symmetric:
+            # A copy keeps the memory order of an image of one pixel, which kernels behind are
+            # chosen by, as the ReLU in place does that this stands for. relu() loses it.
+            result = result.relu() if quantizer.quantizing else result.clone().relu_()
+        quantized: Tensor = quantizer(result)
         return quantized
 
     def on_convert(self) -> None:
