@@ -467,3 +467,124 @@ def test_quantizers_that_torchq_lacks_are_named(
         stand_in(**fields),
         text,
     )
+
+
+class Joining(nn.Module):
+    """A tensor that a layer, an addition and a concatenation read; ReLUs in front of layers."""
+
+    def __init__(self, activation: type[nn.Module]) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 3, padding=1)
+        self.second = nn.Conv2d(16, 16, 3, padding=1)
+        self.third = nn.Conv2d(32, 16, 1)
+        self.last = nn.Conv2d(16, 16, 1)
+        self.act = activation()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(self.first(x))
+        y = x + self.act(self.second(x))
+        z = self.act(self.third(torch.cat([x, y], 1)))
+        return self.last(z).mean((2, 3))
+
+
+def calibrated_as_modelopt(model: nn.Module, x: Tensor) -> nn.Module:
+    """Return a copy whose layers have ranges of what they read, as ModelOpt's have."""
+    other = copy.deepcopy(model)
+    layers = [m for m in other.modules() if isinstance(m, nn.Conv2d)]
+    for layer in layers:
+
+        def read(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+            layer.input_quantizer = TensorQuantizer(amax=args[0].abs().max())
+
+        layer.register_forward_pre_hook(read)
+    with torch.no_grad():
+        other(x)
+    for layer in layers:
+        layer._forward_pre_hooks.clear()
+        amax = layer.weight.detach().abs().amax((1, 2, 3), keepdim=True)
+        layer.weight_quantizer = TensorQuantizer(amax=amax, axis=0)
+    return other
+
+
+@pytest.mark.eight_bit_products("onnxruntime")
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.ReLU6, nn.SiLU])
+def test_what_a_target_needs_is_added_and_adopted_codes_stay(
+    activation: type[nn.Module], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model: Any = Joining(activation).eval()
+    x = torch.randn(8, 3, 8, 8)
+    theirs = calibrated_as_modelopt(model, x)
+    torchq.adopt_(alone := copy.deepcopy(model), theirs)
+    adopted = torchq.workflow.quantizers(alone)
+    plan = torchq.adopt_(model, theirs, target="onnxruntime", example=x)
+    assert "beside those adopted have no range yet: torchq.calibrate(" in str(plan)
+    added = torchq.workflow.quantizers(model).keys() - adopted.keys()
+    assert added
+    torchq.calibrate(model, [x], progress=False)
+    # What reads a tensor with a range of the maker's has that range, in front of a layer or behind.
+    assert model.quant_add.input_quantizer is model.second.input_quantizer
+    assert model.quant_cat.input_quantizer is model.third.input_quantizer
+    assert model.second.input_quantizer is not model.third.input_quantizer
+    for name, quantizer in adopted.items():
+        held = model.get_submodule(name)
+        assert held.quantizing
+        assert held.descriptor.replace(name=None) == quantizer.descriptor.replace(
+            name=None
+        )
+        assert torch.equal(held.amax, quantizer.amax)
+        assert torch.equal(held.scale, quantizer.scale)
+    path = tmp_path / "net.onnx"
+    shares = []
+    for network in (alone, model):
+        written = torchq.export_onnx(
+            network, x, path, target="onnxruntime", progress=False
+        )
+        shares.append(written.coverage.share)
+    assert shares[0] == 0
+    assert shares[1] == 1
+    assert torchq.verify_onnx(model, path, [x], progress=False).ok
+    # Calibrating anew decides anew about operators, not about what is adopted.
+    torchq.calibrate(model, [x / 2], progress=False)
+    torchq.save(model, tmp_path / "net.pt")
+    again = torchq.load(Joining(activation).eval(), tmp_path / "net.pt")
+    for name, quantizer in adopted.items():
+        assert torch.equal(again.get_submodule(name).amax, quantizer.amax)
+    with torch.no_grad():
+        assert torch.equal(again(x), model(x))
+
+
+def test_a_target_and_an_example_go_together() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 3)), torch.zeros(2, 4)
+    for options, got in (
+        ({"target": "onnxruntime"}, "a target alone"),
+        ({"example": x}, "an example alone"),
+    ):
+        with pytest.raises(ConfigError, match=f"adopt_: got {got}; expected both"):
+            torchq.adopt_(model, stand_in(), **options)
+        assert not torchq.workflow.is_quantized(model)
+    with pytest.raises(ConfigError, match="expected one of"):
+        torchq.adopt_(model, stand_in(), target="unknown", example=x)
+
+
+def test_a_range_with_factors_is_shared_with_nothing() -> None:
+    """A quantizer that divides channels is that of its layer alone."""
+
+    class Two(nn.Module):
+        def __init__(self, first: nn.Module, second: nn.Module) -> None:
+            super().__init__()
+            self.first = first
+            self.second = second
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.first(x) + self.second(x)
+
+    factor = torch.tensor([1.0, 2.0, 4.0, 0.5])
+    theirs = Two(
+        stand_in(pre_quant_scale=factor)[0], stand_in(pre_quant_scale=factor)[0]
+    )
+    model: Any = Two(nn.Linear(4, 3), nn.Linear(4, 3)).eval()
+    torchq.adopt_(model, theirs, target="openvino", example=torch.randn(2, 4))
+    quantizers = [model.first.input_quantizer, model.second.input_quantizer]
+    assert quantizers[0] is not quantizers[1]
+    assert all(torch.equal(q.pre_quant_scale, factor) for q in quantizers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -93,6 +93,7 @@ class Facts:
         reached: paths of the modules with quantizers that a tensor reached.
         norms: path of a layer -> the BatchNorm behind it that will be folded into it. The flow is
             that of the folded model, and results are those of the BatchNorm.
+        held: path of a quantizer -> the range that it has for good; see :mod:`torchq.swap.held`.
     """
 
     modules: Mapping[str, nn.Module] = field(default_factory=dict)
@@ -112,6 +113,7 @@ class Facts:
     results: Mapping[str, Sequence[int]] = field(default_factory=dict)
     reached: Set[str] = frozenset()
     norms: Mapping[str, FoldingNorm] = field(default_factory=dict)
+    held: Mapping[str, Hashable] = field(default_factory=dict)
 
     @classmethod
     def before_conversion(

@@ -9,7 +9,7 @@ the kernels of the target want that.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from torchq.swap.apply import (
     quantizer_slots,
 )
 from torchq.swap.facts import Facts
+from torchq.swap.held import ADOPTED
 from torchq.swap.passes import integer_biases, results_behind_norms, share_ranges
 from torchq.swap.plan import Decision, Plan, canonical_groups
 from torchq.utils import set_submodule
@@ -91,7 +92,8 @@ class Replanning:
             path: q.given_descriptor.replace(name=None)
             for path, q in quantizer_slots(model)
         }
-        facts = replace(facts, descriptors=descriptors)
+        held = _held(model, plan, facts) if plan.recipe == ADOPTED else {}
+        facts = replace(facts, descriptors=descriptors, held=held)
         return cls(as_planned(plan), facts, runtime)
 
     def without(self, names: Iterable[str]) -> Plan:
@@ -166,6 +168,22 @@ class Replanning:
         if not is_back or self.facts.flow is None:
             return trial.shared
         return share_ranges(trial, self.facts).shared
+
+
+def _held(model: nn.Module, plan: Plan, facts: Facts) -> dict[str, Hashable]:
+    """Return the quantizers of inputs whose ranges another maker chose, with these."""
+    known = dict(quantizer_slots(model))
+    # Rules of what was adopted name layers, those of a target the types of operators.
+    adopted = [d for d in plan.replaced if d.by.startswith("re:")]
+    slots = [slot for d in adopted for slot in facts.inputs.get(d.name, ()) if slot]
+    return {slot: _numbers(known[slot]) for slot in slots if slot in known}
+
+
+def _numbers(quantizer: TensorQuantizer) -> Hashable:
+    if quantizer.pre_quant_scale is not None:
+        return None
+    low, high = quantizer.range.low, quantizer.range.high
+    return repr(high.tolist()), "" if low is None else repr(low.tolist())
 
 
 def _results_at_layers(plan: Plan, facts: Facts) -> list[Decision]:

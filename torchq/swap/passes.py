@@ -6,7 +6,7 @@ the passes that all targets have, and what several have; those of one stand in i
 an example there was no run, ``facts.flow`` is None, and most passes change nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeGuard
@@ -29,6 +29,7 @@ from torchq.graph.operators import CONVOLUTIONS, DROPOUTS, LAYERS, TRANSPOSED
 from torchq.graph.values import adds_zeros
 from torchq.nn import (
     Add,
+    Cat,
     MatMul,
     Mul,
     ScaledDotProductAttention,
@@ -45,6 +46,7 @@ from torchq.swap.heads import (
     last_layers_in_16_bits,
     last_layers_in_float,
 )
+from torchq.swap.held import apart
 from torchq.swap.plan import ALREADY, Decision, Plan, canonical_groups
 
 _MOVING_MODULES = (nn.Flatten, nn.Unflatten)
@@ -288,7 +290,7 @@ def share_ranges(plan: Plan, facts: Facts) -> Plan:
     range too: a layer whose result is quantized with two scales would stay float.
 
     Before: each place has a quantizer of its own. After: places that read the same values have
-    the same quantizer, if their descriptors and modes are equal.
+    the same quantizer, if their descriptors and modes are equal, and ranges that are held.
     """
     slots_by_root: dict[int, list[str]] = {}
     for slot, value in values_read(plan, facts):
@@ -302,6 +304,7 @@ def share_ranges(plan: Plan, facts: Facts) -> Plan:
                     0, f"{decision.name}.output_quantizer"
                 )
     groups = [list(group) for group in plan.shared]
+    read_by = _roots_read(slots_by_root)
     for group in _joined([*slots_by_root.values()]):
         kinds: dict[object, list[str]] = {}
         for slot in group:
@@ -317,8 +320,54 @@ def share_ranges(plan: Plan, facts: Facts) -> Plan:
                 kinds.setdefault((form, plan.modes.get(slot), is_fixed), []).append(
                     slot
                 )
-        groups += [alike for alike in kinds.values() if len(alike) > 1]
+        parts = list(kinds.values())
+        if facts.held:
+            behind = _behind_concatenations(plan, facts)
+            parts = [
+                part for k in parts for part in apart(k, read_by, facts.held, behind)
+            ]
+        groups += [alike for alike in parts if len(alike) > 1]
+    clipped = read_behind_clips(plan, facts).items()
+    outputs = ([f"{layer}.output_quantizer", slot] for layer, slot in clipped)
+    groups += [pair for pair in outputs if _has_output(plan, pair[0])]
     return replace(plan, shared=canonical_groups(_joined(groups)))
+
+
+def _has_output(plan: Plan, slot: str) -> bool:
+    """Return True for the quantizer of a result that the plan has."""
+    decision = plan.decision(slot.rpartition(".")[0])
+    return decision is not None and decision.output is not None
+
+
+def _roots_read(slots_by_root: Mapping[int, list[str]]) -> dict[str, frozenset[int]]:
+    """Return path of each quantizer -> the tensors that it reads."""
+    roots: dict[str, set[int]] = {}
+    for root, slots in slots_by_root.items():
+        for slot in slots:
+            roots.setdefault(slot, set()).add(root)
+    return {slot: frozenset(read) for slot, read in roots.items()}
+
+
+def _behind_concatenations(plan: Plan, facts: Facts) -> dict[str, list[str]]:
+    """Return path of the quantizer of each concatenation -> those that read its result."""
+    if facts.flow is None:
+        return {}
+    view = View(plan, facts)
+    behind: dict[str, list[str]] = {}
+    for call in view.flow.calls:
+        if isinstance(call.module, Cat):
+            slot = f"{call.name}.input_quantizer"
+            behind.setdefault(slot, []).extend(_slots_reading(view, facts, call))
+    return behind
+
+
+def _slots_reading(view: View, facts: Facts, call: Call) -> Iterator[str]:
+    """Yield the paths of the quantizers that read the result of a call, perhaps moved."""
+    for reader in view.flow.consumers(call):
+        if view.moves_elements(reader):
+            yield from _slots_reading(view, facts, reader)
+        elif view.is_quantized(reader):
+            yield from (slot for slot in facts.inputs[reader.name] if slot)
 
 
 def _cuts(descriptor: QuantDescriptor) -> bool:
@@ -387,11 +436,63 @@ def quantize_results(
     fixed = {
         layer for layer, norm in facts.norms.items() if not norm.may_quantize_output
     }
-    rows = (
-        d if d.name in fixed else _with_output(view, d, calls.get(d.name, []), returned)
-        for d in plan.decisions
-    )
+    behind = read_behind_clips(plan, facts)
+    rows = []
+    for d in plan.decisions:
+        if d.name in behind:
+            d = replace(d, output=d.output or facts.descriptors[behind[d.name]])
+        elif d.name not in fixed:
+            d = _with_output(view, d, calls.get(d.name, []), returned)
+        rows.append(d)
     return replace(plan, decisions=tuple(rows))
+
+
+def read_behind_clips(plan: Plan, facts: Facts) -> dict[str, str]:
+    """Return path of a layer -> a quantizer that reads its result behind a ReLU or the like.
+
+    Beside ranges that are held, codes do not begin at 0 for all that. They leave a ReLU to itself,
+    and the layer in front of it in float. By the same quantizer in front of the ReLU too, the layer
+    gives codes, and those behind are equal: rounding is monotone, and leaves rounded values alone.
+    """
+    if facts.flow is None or not facts.held or _kernels_do("clips", facts):
+        return {}
+    view = View(plan, facts)
+    found: dict[str, set[str]] = {}
+    for call in view.flow.calls:
+        if isinstance(call.module, CONVOLUTIONS) and view.is_quantized(call):
+            slots = [*_slots_behind_clips(view, facts, call, False)]
+            is_returned = call.index in view.flow.outputs
+            found.setdefault(call.name, set()).update([""] if is_returned else slots)
+    norms = facts.norms
+    chosen = {}
+    for layer, slots in found.items():
+        held = [slot for slot in slots if slot in facts.held]
+        is_one = len({facts.held[slot] for slot in held}) < 2
+        is_fixed = layer in norms and not norms[layer].may_quantize_output
+        if slots and "" not in slots and is_one and not is_fixed:
+            chosen[layer] = min(held or slots)
+    return chosen
+
+
+def _slots_behind_clips(
+    view: View, facts: Facts, call: Call, clipped: bool
+) -> Iterator[str]:
+    """Yield the quantizers that read a result behind a clip; "" for any other reader."""
+    for reader in view.flow.consumers(call):
+        if view.quantizes(reader):
+            slots = [slot for slot in facts.inputs[reader.name] if slot is not None]
+            if len(slots) == len(reader.inputs):
+                pairs = zip(slots, reader.inputs, strict=True)
+                slots = [slot for slot, index in pairs if index == call.index]
+            for slot in slots:
+                is_alone = slot in facts.held and facts.held[slot] is None
+                from_zero = _cuts(facts.descriptors[slot])
+                yield slot if clipped and not from_zero and not is_alone else ""
+        elif clips(reader) or view.moves_elements(reader):
+            behind = clipped or clips(reader)
+            yield from _slots_behind_clips(view, facts, reader, behind)
+        else:
+            yield ""
 
 
 def _with_output(

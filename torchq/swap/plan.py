@@ -254,6 +254,7 @@ class Plan:
         check: what the comparison of the converted model, all quantizers off, with the float one
             gave: "equal"; "off" where it was not wanted; "not repeatable: ..." with the module
             that differs from itself; "" where there was no example.
+        todo: what is to be done with the model before it is used, in a sentence. It is not kept.
     """
 
     decisions: tuple[Decision, ...] = ()
@@ -270,6 +271,7 @@ class Plan:
     forwards: Mapping[str, str] = field(default_factory=dict)
     check: str = field(default="", compare=False)
     timing: str = field(default="", compare=False)
+    todo: str = field(default="", compare=False)
 
     def __hash__(self) -> int:
         # Its other parts are mappings; plans that differ in these alone may have equal hashes.
@@ -383,7 +385,8 @@ class Plan:
         decisions = tuple(sorted(rows, key=lambda d: d.names))
         same: dict[str, Any] = {"modes": {}, "target": None, "recipe": "", "work": None}
         same["settings"] = {}
-        return replace(self, decisions=decisions, **same, check="", timing="")
+        same |= {"check": "", "timing": "", "todo": ""}
+        return replace(self, decisions=decisions, **same)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON data, which :meth:`from_dict` reads.
@@ -499,7 +502,9 @@ class Plan:
         recipe = f", recipe {self.recipe}" if self.recipe else ""
         share = f"; {self.share}{self._float_products()}" if self.share else ""
         timing = f"; {self.timing}" if self.timing else ""
-        return f"{', '.join(counts)}{recipe}{share}{timing}{self._evaluation()}{self._doubt()}"
+        todo = f"; {self.todo}" if self.todo else ""
+        known = f"{self._evaluation()}{self._doubt()}{todo}"
+        return f"{', '.join(counts)}{recipe}{share}{timing}{known}"
 
     def _float_products(self) -> str:
         """Return what part of the work is products that the target has no integer kernel for."""

@@ -31,7 +31,7 @@ from torchq.errors import ConfigError, TorchqError
 from torchq.graph import prepared_call
 from torchq.nn.calls.find import Seen, find_calls
 from torchq.nn.convert import unchanged_on_error
-from torchq.runtime import Runtime, remember_target, runtime_of, settings_of
+from torchq.runtime import Codes, Runtime, remember_target, runtime_of, settings_of
 from torchq.swap.apply import (
     as_it_is,
     carry_out_,
@@ -55,6 +55,7 @@ from torchq.swap.find_operators import (
     OperatorSite,
     modules_with_other_readers,
 )
+from torchq.swap.held import Held, layers_kept
 from torchq.swap.keeping import Keep, kept_plan
 from torchq.swap.passes import passes_for
 from torchq.swap.placement import decide_for_target
@@ -139,18 +140,51 @@ def quantize_(
     with torch.inference_mode(False), uncompiled(), stages as next_stage:
         planned = _kept(model, config, include, exclude, target, example, keep)
         next_stage()
-        with unchanged_on_error(model):
-            if example is not None and check:
-                planned = carry_out_compared_(model, planned, example)
-            else:
-                planned = planned if example is None else replace(planned, check=OFF)
-                carry_out_(model, planned)
-            keep_plan(model, planned)
-            if target is not None:
-                remember_target(model, runtime_of(target))
+        planned = _carried_out_(model, planned, runtime_of(target), example, check)
     if keep is None:
         warn_if_small(model, planned.share)
     return planned
+
+
+def _carried_out_(
+    model: nn.Module,
+    planned: Plan,
+    runtime: Runtime | None,
+    example: object,
+    check: bool,
+) -> Plan:
+    """Quantize a float model as was planned, in place, and keep the plan with it."""
+    with unchanged_on_error(model):
+        if example is not None and check:
+            planned = carry_out_compared_(model, planned, example)
+        else:
+            planned = planned if example is None else replace(planned, check=OFF)
+            carry_out_(model, planned)
+        keep_plan(model, planned)
+        if runtime is not None:
+            remember_target(model, runtime)
+    return planned
+
+
+def quantize_around_(
+    model: nn.Module, config: QuantConfig, held: Held, target: Runtime, example: object
+) -> Plan:
+    """Quantize the layers of another maker, and beside them what a target needs, in place.
+
+    Args:
+        model: in float.
+        config: the rules for these layers; of what is added, the form is that of the first input.
+        held: which layers they are, and their ranges. No pass of the target changes them, and no
+            other range is joined with one of theirs.
+        target: the runtime.
+        example: as for :func:`plan`.
+
+    Returns:
+        The plan. Ranges are not set.
+    """
+    with torch.inference_mode(False), uncompiled():
+        planned = _planned(model, config, None, None, target, example, held)
+        return _carried_out_(model, planned, target, example, True)
 
 
 def plan(
@@ -231,6 +265,7 @@ def _planned(
     exclude: Sequence[Pattern] | Pattern | None,
     target: str | Runtime | None,
     example: object,
+    held: Held | None = None,
 ) -> Plan:
     """Return what :func:`plan` does, without a warning where little is quantized."""
     runtime = runtime_of(target)
@@ -255,15 +290,25 @@ def _planned(
         recipe=rules.config.name,
         work=work_of(model, products),
     )
+    decided = {} if held is None else held.decided(planned)
     facts = Facts.before_conversion(model, runtime, _mains_of(operators))
+    if held is not None:
+        codes = _as_rules_say(facts.codes)
+        facts = replace(facts, codes=codes, held=held.ranges)
     for adapt in () if runtime is None else runtime.adapting:
         planned = adapt(planned, facts)
+    planned = layers_kept(planned, decided)
     check_used(model, rules, drafts, planned)
     with random_kept():
         facts = facts.converted(model, planned, example)
     for planning_pass in passes_for(runtime):
-        planned = planning_pass(planned, facts)
+        planned = layers_kept(planning_pass(planned, facts), decided)
     return replace(planned, forwards=forward_digests(model, planned))
+
+
+def _as_rules_say(codes: Codes | None) -> Codes | None:
+    """Return the codes of a target that leaves the form of activations as rules have it."""
+    return None if codes is None else replace(codes, unsigned=False, fitted=False)
 
 
 def _decided(

@@ -19,6 +19,8 @@ from torchq.graph import Forward
 from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
 from torchq.nn.correction import forget_corrections
 from torchq.nn.integer_kernel import evaluation_of
+from torchq.swap.apply import recorded_plans
+from torchq.swap.held import ADOPTED
 from torchq.workflow.added_operators import (
     OperatorChoice,
     choose_operators_,
@@ -452,7 +454,9 @@ def _pending(
     of_weights = weight_quantizers(model)
     of_inputs = {name for name, q in live.items() if id(q) not in of_weights}
     # Where weights and no inputs have ranges, :func:`calibrate_weights` has set them.
-    if done and not force and not (of_inputs and done.isdisjoint(of_inputs)):
+    are_weights = of_inputs and done.isdisjoint(of_inputs)
+    is_meant = _is_adopted(model) and len(done) + len(fixed) < len(live)
+    if done and not force and not are_weights and not is_meant:
         names = ", ".join(sorted(done)[:4]) + (", ..." if len(done) > 4 else "")
         warnings.warn(
             f"calibrate: {len(done)} quantizers are calibrated already and keep their ranges "
@@ -462,6 +466,11 @@ def _pending(
     keep = fixed | (set() if force else done)
     to_calibrate = {name: q for name, q in live.items() if name not in keep}
     return to_calibrate, tuple(name for name in live if name in keep)
+
+
+def _is_adopted(model: nn.Module) -> bool:
+    """Return True for a model with ranges of another maker, beside which it may need others."""
+    return any(plan.recipe == ADOPTED for _, plan in recorded_plans(model))
 
 
 def _run(

@@ -1,7 +1,8 @@
 """``adopt_``: from the quantized model of another maker to torchq's quantizers on a float model."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,10 @@ from torchq.frontends.checkpoints.makers import (
 )
 from torchq.nn import QuantModule, TensorQuantizer, quantized_class
 from torchq.nn.convert import unchanged_on_error
+from torchq.runtime import Runtime, runtime_of
 from torchq.swap import Plan, quantize_
+from torchq.swap.held import ADOPTED, Held
+from torchq.swap.planning import quantize_around_
 from torchq.utils import bullets, network_of, short_repr, undone_on_error
 
 
@@ -45,26 +49,40 @@ MAKERS = (
 )
 
 
-def adopt_(model: nn.Module, other: nn.Module | torch.export.ExportedProgram) -> Plan:
+def adopt_(
+    model: nn.Module,
+    other: nn.Module | torch.export.ExportedProgram,
+    *,
+    target: str | Runtime | None = None,
+    example: object = None,
+) -> Plan:
     """Quantize a float model as another library has quantized the same network, in place.
 
     Weights become those of ``other``: the values of its codes where it has codes. Ranges, scales
     and zero points are held as they are, so both compute the same codes. All is adopted, or nothing
     is: what torchq has no quantizer for is named by layer.
 
+    With a target, what its kernels want beside is added: quantizers of results and of operators
+    between layers, in the form of the adopted ones. One that reads what an adopted one reads is the
+    same; of the others :func:`torchq.calibrate` finds the ranges, and leaves what is adopted.
+
     Args:
         model: The float network, not quantized: the one that ``other`` was made of.
         other: A calibrated model of NVIDIA ModelOpt, Brevitas or quanto (weights alone), or a
             graph of PT2E after ``convert_pt2e``, as a GraphModule or an ExportedProgram. It stays
             as it is. No file is read: load the model by its maker's own functions first.
+        target: the runtime that the model is for, as for :func:`torchq.quantize_`. None adds
+            nothing.
+        example: the arguments for one call of the model, in a batch; needed with a target, as a
+            run shows which results and operators are read.
 
     Returns:
-        What is quantized now.
+        What is quantized now, and which quantizers have no range yet.
 
     Raises:
         ConfigError: ``other`` is of no known maker or not calibrated, is quantized in a way that
-            torchq does not have (blocks, tables, ranges of each call), or is another network. The
-            model stays as it was.
+            torchq does not have (blocks, tables, ranges of each call), or is another network; or a
+            target is given without an example. The model stays as it was.
 
     Example:
         >>> plan = torchq.adopt_(model, quantized_by_modelopt)  # doctest: +SKIP
@@ -76,6 +94,15 @@ def adopt_(model: nn.Module, other: nn.Module | torch.export.ExportedProgram) ->
                 f"adopt_: {name}: got a {type(value).__name__}; expected a torch.nn.Module. Pass "
                 "the float model, then the one that another library quantized"
             )
+    runtime = runtime_of(target)
+    if (runtime is None) != (example is None):
+        got, expected = (
+            ("a target", "an example of") if runtime else ("an example", "a target for")
+        )
+        raise ConfigError(
+            f"adopt_: got {got} alone; expected both, or none: a run shows what a runtime needs "
+            f"beside the layers. Pass {expected} the model too"
+        )
     model = network_of(model)
     graph = network_of(graph)
     if any(isinstance(module, TensorQuantizer) for module in model.modules()):
@@ -95,9 +122,8 @@ def adopt_(model: nn.Module, other: nn.Module | torch.export.ExportedProgram) ->
         )
     held_tensors = [*model.parameters(), *model.buffers()]
     with unchanged_on_error(model), undone_on_error(model, written=held_tensors):
-        return _carry_out(
-            model, graph, {p: f for p, f in layers.items() if isinstance(f, Layer)}
-        )
+        found = {p: f for p, f in layers.items() if isinstance(f, Layer)}
+        return _carry_out(model, graph, found, runtime, example)
 
 
 def _maker_of(other: nn.Module) -> Maker:
@@ -147,11 +173,21 @@ def _is_equal(one: Layer, other: Layer) -> bool:
     return all(a == b for a, b in grids) and all(are_equal(a, b) for a, b in values)
 
 
-def _carry_out(model: nn.Module, other: nn.Module, layers: Mapping[str, Layer]) -> Plan:
+def _carry_out(
+    model: nn.Module,
+    other: nn.Module,
+    layers: Mapping[str, Layer],
+    runtime: Runtime | None,
+    example: object,
+) -> Plan:
     """Swap exactly the found layers, take the maker's numbers, and compare them."""
-    rules = _rules(model, layers)
+    config = QuantConfig(_rules(model, layers), name=ADOPTED)
     _copy_values(model, other, layers)
-    plan = quantize_(model, QuantConfig(rules, name="adopted"), progress=False)
+    if runtime is None:
+        plan = quantize_(model, config, progress=False)
+    else:
+        held = Held(frozenset(layers), _ranges(layers))
+        plan = quantize_around_(model, config, held, runtime, example)
     modules = dict(model.named_modules(remove_duplicate=False))
     for path, layer in layers.items():
         module = modules[path]
@@ -166,8 +202,36 @@ def _carry_out(model: nn.Module, other: nn.Module, layers: Mapping[str, Layer]) 
                 )
                 _set(quantizer, layer.grids[slot], shape)
             elif isinstance(quantizer, TensorQuantizer):
-                quantizer.mode = "off"
-    return plan
+                is_added = runtime is not None and slot in module.optional_slots
+                quantizer.mode = quantizer.mode if is_added else "off"
+    return plan if runtime is None else replace(plan, todo=_without_ranges(model))
+
+
+def _ranges(layers: Mapping[str, Layer]) -> dict[str, Hashable]:
+    """Return path of the quantizer of each adopted input -> its numbers, None with factors."""
+    return {
+        f"{path}.{slot}_quantizer": grid.numbers if grid.factor is None else None
+        for path, layer in layers.items()
+        for slot, grid in layer.grids.items()
+        if slot != "weight"
+    }
+
+
+def _without_ranges(model: nn.Module) -> str:
+    """Return how many quantizers of a model wait for calibration, in a sentence."""
+    missing = {
+        id(module)
+        for module in model.modules()
+        if isinstance(module, TensorQuantizer)
+        and module.quantizing
+        and not module.calibrated
+    }
+    if not missing:
+        return "every quantizer has its range"
+    return (
+        f"{len(missing)} quantizers beside those adopted have no range yet: "
+        "torchq.calibrate(model, batches)"
+    )
 
 
 def _rules(model: nn.Module, layers: Mapping[str, Layer]) -> tuple[Rule, ...]:

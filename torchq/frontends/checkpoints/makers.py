@@ -1,6 +1,6 @@
 """What a reader finds in the model of another maker, and the readers of models made of layers."""
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,13 @@ class Grid:
         return self.descriptor == other.descriptor and all(
             are_equal(a, b) for a, b in pairs
         )
+
+    @property
+    def numbers(self) -> Hashable:
+        """What is equal for grids of the same numbers, and hashable."""
+        held = (getattr(self, name) for name in _NUMBERS)
+        texts = ("" if tensor is None else repr(tensor.tolist()) for tensor in held)
+        return self.descriptor, *texts
 
 
 _NUMBERS = ("amax", "scale", "zero_point", "factor")
