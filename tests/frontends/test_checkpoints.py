@@ -16,6 +16,10 @@ from torch import Tensor, nn
 
 import torchq
 from torchq.errors import ConfigError
+from torchq.swap import plan_of
+from torchq.swap.optional import Replanning, replan_
+from torchq.workflow.added_operators import as_example, take_back_operators_
+from torchq.workflow.runs import Runs
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the makers' own
 
@@ -588,3 +592,28 @@ def test_a_range_with_factors_is_shared_with_nothing() -> None:
     quantizers = [model.first.input_quantizer, model.second.input_quantizer]
     assert quantizers[0] is not quantizers[1]
     assert all(torch.equal(q.pre_quant_scale, factor) for q in quantizers)
+
+
+def test_operators_that_come_back_leave_adopted_ranges_apart() -> None:
+    """Calibrating anew takes back what it had left in float, and joins no two held ranges."""
+    torch.manual_seed(0)
+    model: Any = Joining(nn.ReLU).eval()
+    x = torch.randn(8, 3, 8, 8)
+    theirs = calibrated_as_modelopt(model, x)
+    torchq.adopt_(model, theirs, target="onnxruntime", example=x)
+    torchq.calibrate(model, [x], correct=False, progress=False)
+    amaxes = {n: q.amax.clone() for n, q in torchq.workflow.quantizers(model).items()}
+    runtime = torchq.runtimes.RUNTIMES["onnxruntime"]
+    replanning = Replanning.of(
+        model, plan_of(model), runtime, as_example(model, (x,), {})
+    )
+    replan_(model, replanning.without(["quant_cat", "quant_add"]))
+    assert not model.quant_cat.input_quantizer.quantizing
+    take_back_operators_(Runs(model, [x], None))
+    assert model.quant_cat.input_quantizer.quantizing
+    assert model.quant_add.input_quantizer is model.second.input_quantizer
+    assert model.quant_cat.input_quantizer is model.third.input_quantizer
+    assert model.second.input_quantizer is not model.third.input_quantizer
+    for name, quantizer in torchq.workflow.quantizers(model).items():
+        if name in amaxes and not name.startswith("quant_"):
+            assert torch.equal(quantizer.amax, amaxes[name])

@@ -1,6 +1,7 @@
 """Small detectors that Ultralytics trained, and what its own validation says of them."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.roads.end import run_file
 from tests.roads.pictures import TRAINING, write_pictures
+from torchq.graph import tensors_in
 
 
 class Trained:
@@ -72,6 +74,19 @@ class Trained:
             return (boxes, *prototypes) if is_segmentation else boxes
 
         is_segmentation = type(network).__name__.startswith("Segmentation")
+        return self._measured_by(forward, network)
+
+    def measured_deployed(self, network: nn.Module, deployed: nn.Module) -> float:
+        """Return the mAP of a deployed model of one picture, in the place of its network."""
+
+        def forward(images: Tensor, **_: Any) -> Any:
+            with torch.no_grad():
+                results = (next(tensors_in(deployed(one[None]))) for one in images)
+                return torch.cat(list(results))
+
+        return self._measured_by(forward, network)
+
+    def _measured_by(self, forward: Callable[..., Any], network: nn.Module) -> float:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(network, "forward", forward)
             return self.measured(self.checkpoint, network)

@@ -109,3 +109,55 @@ def test_its_codes_run_in_executorch(
         for got, expected in pairs:
             assert (got - expected).norm() < 0.01 * expected.norm()
     print(f"\nUltralytics train(quantize=8), {door.__name__}: {deployed.checked}")
+
+
+@pytest.mark.eight_bit_products("onnxruntime")
+@pytest.mark.parametrize("target", ["onnxruntime", "executorch"])
+def test_adopted_for_a_target_it_runs_on_integers(
+    target: str, yolo: Any, detector: Trained, checkpoint: Path, tmp_path: Path
+) -> None:
+    """What the runtime wants beside is added; ranges of ModelOpt stay as they are."""
+    theirs = yolo(checkpoint).model.float().eval()
+    network = yolo(detector.checkpoint).model.float().eval()
+    images = detector.images()[:1]
+    plan = torchq.adopt_(network, theirs, target=target, example=images)
+    assert "torchq.calibrate(model, batches)" in plan.verdict()
+    quantizers = torchq.workflow.quantizers(network)
+    adopted = {name: q.amax.clone() for name, q in quantizers.items() if q.calibrated}
+    torchq.calibrate(network, [detector.images()], progress=False)
+    for name, amax in adopted.items():
+        assert torch.equal(network.get_submodule(name).amax, amax)
+    torchq.fuse_(network, images, progress=False)
+    if target == "executorch":
+        pytest.importorskip("executorch", reason="it runs the file")
+        report = torchq.runtimes.executorch.export_pte(
+            network, images, tmp_path / "net.pte", progress=False
+        )
+        assert not report.in_float
+        share = f"{len(report.integer)} layers"
+        deployed = torchq.deploy(network, images, target=target, progress=False)
+        in_file = detector.measured_deployed(network, deployed)
+    else:
+        path = tmp_path / "net.onnx"
+        images = detector.images()
+        written = torchq.export_onnx(
+            network, images, path, dynamo=False, progress=False
+        )
+        verified = torchq.verify_onnx(network, path, [images], progress=False)
+        assert verified.ok, verified
+        assert written.coverage.share is not None and written.coverage.share > 0.98
+        share = f"{written.coverage.share:.1%}"
+        in_file = detector.measured_file(network, path)
+    simulated = detector.measured(detector.checkpoint, network)
+    of_maker = detector.measured(checkpoint)
+    metrics = (
+        f"{of_maker:.3f} ModelOpt / {simulated:.3f} simulation / {in_file:.3f} file"
+    )
+    print(
+        f"\ntrain(quantize=8) for {target}: {share} on integers, mAP "
+        f"{detector.metric:.3f} float / {metrics}"
+    )
+    # Values at a tie between two codes move a box by a pixel of 64 at most.
+    assert abs(in_file - simulated) < 0.02
+    # What is added beside costs no more than training for integers did.
+    assert simulated > min(of_maker, detector.metric) - 0.05

@@ -465,12 +465,12 @@ def read_behind_clips(plan: Plan, facts: Facts) -> dict[str, str]:
             found.setdefault(call.name, set()).update([""] if is_returned else slots)
     norms = facts.norms
     chosen = {}
-    for layer, slots in found.items():
-        held = [slot for slot in slots if slot in facts.held]
+    for layer, reading in found.items():
+        held = [slot for slot in reading if slot in facts.held]
         is_one = len({facts.held[slot] for slot in held}) < 2
         is_fixed = layer in norms and not norms[layer].may_quantize_output
-        if slots and "" not in slots and is_one and not is_fixed:
-            chosen[layer] = min(held or slots)
+        if reading and "" not in reading and is_one and not is_fixed:
+            chosen[layer] = min(held or reading)
     return chosen
 
 
