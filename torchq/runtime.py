@@ -59,6 +59,9 @@ class Codes:
         widths: Bits of the activations that this is about.
         zero_points: Codes may have a zero point, which asymmetric ranges need.
         fitted: Tensors that may be negative have such a range, unless a rule fixes their form.
+        signed_factors: What products multiply that have no weight, as those of attention, has no
+            zero point, also where other tensors are fitted: signed codes where no operator shows
+            that no value is negative.
         scales: The name of the type that files have scales in, those of weights too: one of
             :data:`torchq.formats.SCALE_TYPES`. None for float32.
         int32_biases: Integer kernels add biases as int32, in units of the scale of the input times
@@ -70,6 +73,7 @@ class Codes:
     widths: tuple[int, ...] = (8,)
     zero_points: bool = True
     fitted: bool = False
+    signed_factors: bool = False
     scales: str | None = None
     int32_biases: bool = False
 

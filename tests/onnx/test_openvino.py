@@ -536,6 +536,51 @@ def test_concatenations_that_no_layer_reads_keep_signed_codes(
     assert {pair.inputs[2].const_value.dtype.name for pair in pairs if pair} == {dtype}
 
 
+class Attending(nn.Module):
+    """Attention of tokens, whose number is open, so that a Concat joins the lengths of views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projections = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.last = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (
+            project(x).view(*x.shape[:2], 2, 8).transpose(1, 2)
+            for project in self.projections
+        )
+        y = F.scaled_dot_product_attention(*heads).transpose(1, 2)
+        return self.last(y.reshape(*x.shape[:2], 16))
+
+
+def test_attention_of_open_length_multiplies_signed_codes(path: Path) -> None:
+    """Those with a zero point go to float in front of the product."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 6, 16)
+    config = torchq.recipes.int8(reduce_range=True)
+    model = calibrated(
+        Attending().eval(), x, config=config, target="openvino", example=x
+    )
+    lengths = {"x": {1: "tokens"}}
+    torchq.export_onnx(model, x, path, dynamic_shapes=lengths, progress=False)
+    file = load_model(path)
+    first, second = nodes_of(file, "MatMul")[-3:-1]
+    kinds = []
+    for product in (first, second):
+        for value in product.inputs:
+            pair = computed_by(value, "DequantizeLinear")
+            kinds.append(pair.inputs[2].const_value.dtype.name)
+    assert kinds == ["INT8", "INT8", "UINT8", "INT8"]
+    compiled = openvino.Core().compile_model(path, "CPU")
+    layers = [node.get_rt_info() for node in compiled.get_runtime_model().get_ops()]
+    products = [
+        info["runtimePrecision"].value
+        for info in layers
+        if first.name in info["originalLayersNames"].value.split(",")
+    ]
+    assert products == ["i8"]
+
+
 class Again(nn.Module):
     """A concatenation that is quantized by itself, and again by the convolution that reads it."""
 

@@ -1,5 +1,6 @@
 """The codes that a target has are in the plan, in the model, in files of `save`, and restored."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,3 +135,71 @@ def test_symmetric_ranges_are_asked_for_by_name() -> None:
     }
     bits = torchq.recipes.integer(4, 4, symmetric=True)
     assert bits.rules[0].input.unsigned == "auto"
+
+
+class Products(nn.Module):
+    """Attention by both ways, and products of a tensor that a layer reads, or that is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(16, 48)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.head = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x).chunk(3, -1)
+        x = F.scaled_dot_product_attention(q, k, v)
+        x = self.attention(x, x, x)[0]
+        near = x.relu() @ x.transpose(-2, -1)
+        return self.head(near @ x)
+
+
+TOKENS = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0))
+
+
+def test_factors_have_no_zero_point_for_openvino(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Products().eval()
+    torchq.quantize_(model, target="openvino", example=TOKENS, progress=False)
+    plan = plan_of(model)
+    signed = {d.name: d.signed for d in plan.replaced if d.signed}
+    unsigned = {d.name: d.unsigned for d in plan.replaced if d.unsigned}
+    assert signed == {
+        "quant_attention": ("input", "key", "value"),
+        "attention": ("key_heads", "query_heads", "value_heads"),
+        "quant_matmul": ("other",),
+        "quant_matmul_1": ("input", "other"),
+    }
+    assert unsigned == {"quant_matmul": ("input",)}
+    torchq.calibrate(model, [TOKENS], correct=False, progress=False)
+    for name, slots in signed.items():
+        for slot in slots:
+            one = quantizer(model, f"{name}.{slot}_quantizer")
+            assert one.qparams().zero_point == 0
+            assert one.descriptor == QuantDescriptor()
+    # What a weight multiplies has a zero point.
+    assert quantizer(model, "project.input_quantizer").qparams().zero_point != 0
+    assert not quantizer(model, "head.input_quantizer").descriptor.symmetric
+    file = tmp_path / "net.pt"
+    torchq.save(model, file)
+    loaded = torchq.load(Products().eval(), file)
+    assert plan_of(loaded).decisions == plan.decisions
+    assert torch.equal(loaded(TOKENS), model(TOKENS))
+
+
+def test_factors_that_a_layer_reads_too_have_its_zero_point() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) @ x.transpose(-2, -1) + self.layer(x).sum()
+
+    model = Both().eval()
+    torchq.quantize_(model, target="openvino", example=TOKENS, progress=False)
+    plan = plan_of(model)
+    shared = quantizer(model, "quant_matmul.other_quantizer")
+    assert shared is quantizer(model, "layer.input_quantizer")
+    assert plan.decision("quant_matmul").signed == ("input",)
+    assert not shared.descriptor.symmetric

@@ -136,12 +136,18 @@ SLOW = [
 
 def check_grids(model: nn.Module, plan: Plan) -> None:
     """Check that quantizers and layers have the codes and biases that a plan names."""
-    slots = {
-        f"{n}.{s}_quantizer" for d in plan.replaced for n in d.names for s in d.unsigned
-    }
-    actual = {p for p, q in quantizer_slots(model) if q.keeps_sign}
-    assert actual == slots
-    assert all(model.get_submodule(p).descriptor.unsigned is True for p in slots)
+    kept = {p: q for p, q in quantizer_slots(model) if q.keeps_sign}
+    fitted = {d.name for d in plan.replaced if d.input and not d.input.symmetric}
+    for sign in (True, False):
+        slots = {
+            f"{n}.{s}_quantizer"
+            for d in plan.replaced
+            for n in d.names
+            for s in (d.unsigned if sign else d.signed)
+            if sign or d.name in fitted
+        }
+        actual = {p for p, q in kept.items() if q.descriptor.unsigned is sign}
+        assert actual == slots
     for decision in plan.replaced:
         module = model.get_submodule(decision.name)
         marks = (getattr(module, "bias_format", ""), getattr(module, "rounded_by", ""))

@@ -75,6 +75,8 @@ class QuantModule(nn.Module):
     weight_slots: ClassVar[tuple[str, ...]] = ("weight",)
     #: Slots that are off unless a target asks -> the kind of operator that such targets name.
     optional_slots: ClassVar[Mapping[str, str]] = types.MappingProxyType({})
+    #: Slots of what is multiplied with each other, rather than with a weight.
+    factor_slots: ClassVar[tuple[str, ...]] = ()
     #: The axis of the weight that holds its output channels.
     channel_axis: ClassVar[int] = 0
     #: "int32" where the forward rounds the bias as integer kernels do; "" leaves it float.

@@ -79,7 +79,8 @@ class TensorQuantizer(nn.Module):
             after :meth:`set_qparams` alone; the zero point only with ``symmetric=False``.
         unsigned: with ``QuantDescriptor(unsigned="auto")`` a 0-d int8 buffer: -1 while calibration
             has not chosen the sign, then 0 or 1. :attr:`descriptor` holds the choice.
-        keeps_sign: the codes are unsigned whatever calibration sees; see :meth:`keep_unsigned`.
+        keeps_sign: the codes are unsigned, or signed, whatever calibration sees; see
+            :meth:`keep_unsigned` and :meth:`keep_signed`.
         pre_quant_scale: optional buffer that multiplies the input first, also when the mode is off
             (SmoothQuant).
         quantizing, observing: the two switches that :attr:`mode` names.
@@ -791,14 +792,11 @@ class TensorQuantizer(nn.Module):
     @property
     def given_descriptor(self) -> QuantDescriptor:
         """The descriptor that the quantizer was made with, whatever its codes are now."""
-        d = self.descriptor
-        is_symmetric = self.descriptor.symmetric and not self.keeps_sign
-        has_choice = "unsigned" in self._buffers
-        return (
-            d.replace(unsigned="auto")
-            if has_choice
-            else d.replace(symmetric=is_symmetric)
-        )
+        if "unsigned" in self._buffers:
+            return self.descriptor.replace(unsigned="auto")
+        if self.keeps_sign:
+            return self.descriptor.replace(unsigned=True, symmetric=False)
+        return self.descriptor
 
     def keep_unsigned(self) -> None:
         """Let the codes be unsigned for good, as a plan says; calibration warns of other data."""
@@ -810,8 +808,13 @@ class TensorQuantizer(nn.Module):
         self.keeps_sign = True
 
     def keep_signed(self) -> None:
-        """Let codes that a class wants unsigned be signed, as a plan says."""
-        self.descriptor = self.descriptor.replace(unsigned=False)
+        """Let codes that a class wants unsigned, or with a zero point, be signed for good."""
+        if self.descriptor.symmetric:
+            self.descriptor = self.descriptor.replace(unsigned=False)
+        else:
+            self.descriptor = self.descriptor.replace(symmetric=True, unsigned=False)
+            self.amin = None
+            self.keeps_sign = True
 
     def set_unsigned(self, unsigned: bool | Literal["auto"]) -> None:
         """Choose the sign of the codes, for a descriptor with ``unsigned="auto"``.

@@ -212,7 +212,7 @@ def _decision_of(
 ) -> Decision:
     """Return the decision that one quantized module shows."""
     # A plan says that these codes are unsigned.
-    fixed = (n for n, q in module.named_children() if getattr(q, "keeps_sign", False))
+    fixed = _slots_that_keep_signs(module)
     slots: Any = module.rule_descriptors()
     return Decision(
         names,
@@ -220,14 +220,24 @@ def _decision_of(
         **slots,
         calls=calls,
         ranges=module.ranges if isinstance(module, QuantCat) else 1,
-        unsigned=tuple(sorted(name.removesuffix("_quantizer") for name in fixed)),
-        signed=_signed_slots(module, slots.get("input")),
+        unsigned=fixed[True],
+        signed=(*_signed_slots(module, slots.get("input")), *fixed[False]),
         bias=module.bias_format or module.after_fold[0],
         rounded_by=module.rounded_by or module.after_fold[1],
         from_zero=module.from_zero,
         awaits_fold=any(module.after_fold),
         one_scale=module.one_weight_scale,
     )
+
+
+def _slots_that_keep_signs(module: nn.Module) -> dict[bool, tuple[str, ...]]:
+    """Return the slots with unsigned codes (True) and with signed ones (False) for good."""
+    kept: dict[bool, list[str]] = {True: [], False: []}
+    for name, quantizer in module.named_children():
+        if isinstance(quantizer, TensorQuantizer) and quantizer.keeps_sign:
+            is_unsigned = quantizer.descriptor.unsigned is True
+            kept[is_unsigned].append(name.removesuffix("_quantizer"))
+    return {sign: tuple(sorted(slots)) for sign, slots in kept.items()}
 
 
 def _signed_slots(

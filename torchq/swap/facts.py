@@ -85,6 +85,7 @@ class Facts:
         modes: path of a quantizer -> its mode, if that is another one than to quantize.
         optional: path of a quantizer that only some targets want -> the kind of operator that such
             targets name.
+        factors: the paths of the quantizers of what products without a weight multiply.
         weights: the paths of the quantizers of weights.
         shared: the paths of quantizers that are one as soon as modules are converted.
         flow: the calls of the run; None without an example. Its modules are float.
@@ -106,6 +107,7 @@ class Facts:
     descriptors: Mapping[str, QuantDescriptor] = field(default_factory=dict)
     modes: Mapping[str, str] = field(default_factory=dict)
     optional: Mapping[str, str] = field(default_factory=dict)
+    factors: frozenset[str] = frozenset()
     weights: frozenset[str] = frozenset()
     shared: tuple[tuple[str, ...], ...] = ()
     flow: Flow | None = None
@@ -162,6 +164,7 @@ def _made(model: nn.Module) -> dict[str, Any]:
     quantizers = dict(quantizer_slots(model))
     inputs: dict[str, tuple[str | None, ...]] = {}
     optional: dict[str, str] = {}
+    factors: set[str] = set()
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, TensorQuantizer):
             inputs[path] = (public_path(path),)
@@ -174,6 +177,7 @@ def _made(model: nn.Module) -> dict[str, Any]:
             optional |= {
                 slots[slot]: kind for slot, kind in module.optional_slots.items()
             }
+            factors.update(slots[slot] for slot in module.factor_slots)
     of_weights = _ids_of_weights(model)
     return {
         "inputs": inputs,
@@ -186,6 +190,7 @@ def _made(model: nn.Module) -> dict[str, Any]:
         "optional": {
             path: kind for path, kind in optional.items() if path in quantizers
         },
+        "factors": frozenset(factors.intersection(quantizers)),
         "weights": frozenset(p for p, q in quantizers.items() if id(q) in of_weights),
         "shared": shared_paths(model),
     }

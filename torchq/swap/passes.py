@@ -6,7 +6,7 @@ the passes that all targets have, and what several have; those of one stand in i
 an example there was no run, ``facts.flow`` is None, and most passes change nothing.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeGuard
@@ -593,10 +593,11 @@ def choose_grids(plan: Plan, facts: Facts) -> Plan:
 
     Before: all are as the rules say. After: a range that no rule fixes has a zero point where the
     target has them, which calibration sets; else, where the target has unsigned codes, calibration
-    chooses the sign. Codes are unsigned for good, in all places that share the range, where
-    operators show that no value can be negative. A target without unsigned codes has signed ones
-    where calibration would choose, and where a class has unsigned ones by itself. What a rule fixes
-    stays. Scales have the type that files have, those of weights too.
+    chooses the sign. Factors have signed codes instead where the target wants them. Codes are
+    unsigned for good, in all places that share the range, where operators show that no value can be
+    negative. A target without unsigned codes has signed ones where calibration would choose, and
+    where a class has unsigned ones by itself. What a rule fixes stays. Scales have the type that
+    files have, those of weights too.
     """
     codes = facts.codes
     if codes is None:
@@ -607,7 +608,9 @@ def choose_grids(plan: Plan, facts: Facts) -> Plan:
         if form is not None and has_choice(form, codes):
             owner, _, name = slot.rpartition(".")
             proved.setdefault(owner, []).append(name.removesuffix("_quantizer"))
-    signed = {} if codes.unsigned else _unsigned_by_class(plan, facts)
+    signed = _signed_factors(plan, facts, proved) if codes.signed_factors else {}
+    if not codes.unsigned:
+        signed = _unsigned_by_class(plan, facts)
     rows = []
     for d in plan.decisions:
         if not d.reason:
@@ -619,6 +622,32 @@ def choose_grids(plan: Plan, facts: Facts) -> Plan:
             d = replace(d, input=input, weight=weight, output=output, unsigned=unsigned)
         rows.append(d)
     return replace(plan, decisions=tuple(rows))
+
+
+def _signed_factors(
+    plan: Plan, facts: Facts, proved: Mapping[str, Sequence[str]]
+) -> dict[str, list[str]]:
+    """Return path of a module -> its slots of factors that would have a zero point.
+
+    Not those that share their range with something else than factors.
+    """
+    codes = facts.codes
+    assert codes is not None
+    groups = {slot: group for group in plan.shared for slot in group}
+    slots: dict[str, list[str]] = {}
+    for path in sorted(facts.factors):
+        owner, _, name = path.rpartition(".")
+        slot = name.removesuffix("_quantizer")
+        form = _descriptor(plan, facts, path)
+        has_zero_point = (
+            form is not None
+            and has_choice(form, codes)
+            and not in_codes(form, codes).symmetric
+        )
+        is_alone = facts.factors.issuperset(groups.get(path, ()))
+        if has_zero_point and is_alone and slot not in proved.get(owner, ()):
+            slots.setdefault(owner, []).append(slot)
+    return slots
 
 
 def _unsigned_by_class(plan: Plan, facts: Facts) -> dict[str, list[str]]:

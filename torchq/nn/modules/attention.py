@@ -306,6 +306,7 @@ class QuantScaledDotProductAttention(IntegerProducts, ScaledDotProductAttention)
 
     input_slots = ("input", "key", "value", "softmax")
     weight_slots = ()
+    factor_slots = input_slots
 
     @classmethod
     def slot_descriptors(
@@ -396,6 +397,7 @@ class QuantMultiheadAttention(
     optional_slots: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ProjectedAttention.products, "attention"
     )
+    factor_slots = ProjectedAttention.products
 
     @classmethod
     def slot_descriptors(

@@ -220,6 +220,7 @@ class QuantMatMul(QuantBinary, MatMul):
     """:class:`MatMul` of quantized operands, each with its own range."""
 
     gives_float_results = True
+    factor_slots = ("input", "other")
 
     def forward(self, input: Tensor, other: Tensor) -> Tensor:
         """Return the matrix product of the quantized operands."""

@@ -186,11 +186,10 @@ def _moved_together(node: Node) -> set[Value]:
                 producer.inputs if producer.op_type == "Concat" else producer.inputs[:1]
             )
         for user in readers(value):
-            if user.op_type in _TRANSPARENT:
-                pending += [
-                    *user.outputs,
-                    *(user.inputs if user.op_type == "Concat" else ()),
-                ]
+            is_joined = user.op_type == "Concat"
+            # A Reshape has the lengths of its result as another input, which a Concat joins too.
+            if is_joined or (user.op_type in _TRANSPARENT and user.inputs[0] is value):
+                pending += [*user.outputs, *(user.inputs if is_joined else ())]
     return values
 
 

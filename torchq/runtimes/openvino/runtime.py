@@ -51,7 +51,8 @@ _PLACEMENT = Placement(
     modules=(MAX_POOLS, AVG_POOLS),
 )
 # The kernels of CPUs without AMX multiply uint8 by int8, and take zero points.
-_CODES = Codes(fitted=True)
+# They multiply two activations on integers where neither has a zero point.
+_CODES = Codes(fitted=True, signed_factors=True)
 _FILE = FileRules(
     float_types=(torch.float32, torch.float16, torch.bfloat16),
     passes=(
