@@ -231,6 +231,61 @@ def test_without_success_the_best_is_returned_with_a_warning() -> None:
     assert "does NOT keep the metric" in str(result)
 
 
+class Slow(nn.Module):
+    """A network each of whose calls takes a second of a clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        CLOCK[0] += 1
+        return self.body(x)
+
+
+#: The time that all of them take together.
+CLOCK = [0]
+
+
+def limited(
+    monkeypatch: pytest.MonkeyPatch, limit: float | None
+) -> tuple[Slow, TuneResult]:
+    CLOCK[0] = 0
+    model = Slow().eval()
+    monkeypatch.setattr("torchq.ptq.tuning.monotonic", lambda: CLOCK[0])
+    with pytest.warns(UserWarning, match="tune: the best of"):
+        result = tune(
+            model, batches(), Metric(), max_drop=0, time_limit=limit, progress=False
+        )
+    return model, result
+
+
+@pytest.mark.parametrize("beyond", [1, 3, 8])
+def test_a_trial_is_ended_at_the_next_call_behind_the_limit(
+    monkeypatch: pytest.MonkeyPatch, beyond: int
+) -> None:
+    _, whole = limited(monkeypatch, None)
+    first, second = (trial.seconds for trial in whole.table[:2])
+    assert second > 2
+    # The metric of the float model is one call in front of the limit's begin.
+    limit = first + min(beyond, second - 1)
+    model, result = limited(monkeypatch, limit)
+    assert CLOCK[0] == 1 + limit
+    assert [trial.error for trial in result.table] == ["", "ended at the time limit"]
+    assert result.metric == whole.table[0].metric
+    assert Metric()(result.model) == result.metric
+    for network in (model, result.model):
+        assert not any(m._forward_pre_hooks for m in network.modules())
+    assert not torchq.workflow.is_quantized(model)
+
+
+def test_the_first_trial_is_finished_whatever_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, result = limited(monkeypatch, 1.0)
+    assert [trial.error for trial in result.table] == [""]
+
+
 def test_trials_that_fail_are_rows_of_the_table() -> None:
     metric = Metric()
     calls = 0

@@ -7,6 +7,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -50,6 +51,8 @@ log = logging.getLogger(__name__)
 Metric = Callable[[nn.Module], float]
 
 _FEW_BITS, _BYTE, _FLOAT_BITS = 4, 8, 32
+#: The outcome of a trial in whose middle the time was over.
+_ENDED = "ended at the time limit"
 
 
 #: Algorithms of :mod:`torchq.ptq` before calibration, in the order in which they run.
@@ -478,7 +481,9 @@ def tune(
         faster_than: the least speedup over the float model on the runtime, such as 1.2; None looks
             at no time. It needs a target.
         time: seconds of a call where the runtime is elsewhere; see :class:`torchq.runtimes.Pays`.
-        time_limit: seconds after which no trial is started; the best one so far is returned.
+        time_limit: seconds after which no trial is started, and the one that runs is ended at its
+            next call of the model; the best one before it is returned. The first trial is always
+            finished, as there would be no result without it.
         progress: show a bar.
 
     Returns:
@@ -522,8 +527,8 @@ def tune(
         )
     start = _start(recipe, target)
     goal = _Goal(float_metric - max_drop, _checked_speedup(faster_than, start), time)
-    search = _Search(model, kept_list, measure, goal)
-    deadline = math.inf if time_limit is None else monotonic() + time_limit
+    deadline = None if time_limit is None else monotonic() + time_limit
+    search = _Search(model, kept_list, measure, goal, deadline)
     if faster_than is not None:
         planned = plan(
             model,
@@ -541,7 +546,7 @@ def tune(
         candidates, description="tune", enabled=progress, unit="trial"
     ):
         search.try_out(trial)
-        if monotonic() >= deadline:
+        if search.is_over:
             break
     return _result(search, float_metric)
 
@@ -628,7 +633,8 @@ def _result(search: _Search, float_metric: float) -> TuneResult:
             f"{_faster_wanted(search.goal)}. Allow a larger max_drop or more bits",
             stacklevel=3,
         )
-    model, report = search.model_of(trial.settings)
+    assert search.best_made is not None
+    model, report = search.best_made
     code = trial.settings.code("disable" if report.unseen else "error")
     figures = float_metric, trial.metric, trial.mean_bits
     return TuneResult(
@@ -698,20 +704,60 @@ class _Goal:
         return self.is_fast(trial), trial.metric
 
 
+class _OutOfTime(BaseException):
+    """The time is over in the middle of a trial.
+
+    No error: what catches errors of a model or a metric must not go on.
+    """
+
+
+@contextmanager
+def _ending_at(deadline: float | None, model: nn.Module) -> Iterator[None]:
+    """Raise :class:`_OutOfTime` in the first call of a model behind a moment of the clock.
+
+    A layer by itself is let alone: corrections leave layers with hooks as they are.
+    """
+    if deadline is None or next(model.children(), None) is None:
+        yield
+        return
+
+    def check(module: nn.Module, args: object) -> None:
+        if monotonic() >= deadline:
+            raise _OutOfTime
+
+    handle = model.register_forward_pre_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 class _Search:
     """The trials of one call of :func:`torchq.tune`.
 
-    ``best`` is the best trial so far, and ``last`` the last model, float at first.
+    Attributes:
+        best: the best trial so far.
+        best_made: its model, in eval mode, and its calibration.
+        last: the last model, float at first.
+        is_over: no trial may begin any more.
     """
 
     def __init__(
-        self, model: nn.Module, batches: Sequence[Any], metric: Metric, goal: _Goal
+        self,
+        model: nn.Module,
+        batches: Sequence[Any],
+        metric: Metric,
+        goal: _Goal,
+        deadline: float | None,
     ) -> None:
         self.model, self.batches = model, batches
         self.metric, self.goal = metric, goal
         self.table: list[TuneTrial] = []
         self.best: TuneTrial | None = None
+        self.best_made: tuple[nn.Module, CalibrationReport] | None = None
         self.last = model
+        self.is_over = False
+        self._deadline = deadline
         self._made: tuple[TunedConfig, CalibrationReport] | None = None
 
     @property
@@ -729,18 +775,26 @@ class _Search:
                 return
             before = start if self.best is None else self.best.settings
             try:
-                settings = change(before, self)
+                with _ending_at(self._deadline, self.model):
+                    settings = change(before, self)
+            except _OutOfTime:
+                self.is_over = True
+                self.table.append(TuneTrial(name, reason, before, error=_ENDED))
+                return
             except TorchqError as error:
                 self.table.append(TuneTrial(name, reason, before, error=str(error)))
                 continue
             if all(settings != trial.settings for trial in self.table):
                 yield TuneTrial(name, reason, settings)
 
-    def model_of(self, settings: TunedConfig) -> tuple[nn.Module, CalibrationReport]:
+    def _model_of(
+        self, settings: TunedConfig, deadline: float | None
+    ) -> tuple[nn.Module, CalibrationReport]:
         """Return the model quantized with ``settings``, in eval mode, and its calibration."""
         if self._made is None or self._made[0] != settings:
             model = copy_module(self.model).eval()
-            self._made = settings, settings.apply_(model, self.batches)
+            with _ending_at(deadline, model):
+                self._made = settings, settings.apply_(model, self.batches)
             self.last = model
         return self.last, self._made[1]
 
@@ -751,12 +805,19 @@ class _Search:
         gain = math.nan
         bits = math.nan
         error = ""
+        # There would be no result without the first one.
+        deadline = None if self.best is None else self._deadline
+        made = None
         try:
-            model, _ = self.model_of(trial.settings)
-            metric = metric_of(self.metric, model)
+            made = self._model_of(trial.settings, deadline)
+            model, _ = made
+            with _ending_at(deadline, model):
+                metric = metric_of(self.metric, model)
             bits = _mean_weight_bits(model)
             if self.goal.speedup is not None:
                 gain = speed(model, self.batches[0], self.goal.time).gain
+        except _OutOfTime:
+            error = _ENDED
         except TorchqError as reason:
             error = str(reason)
         trial = replace(
@@ -773,3 +834,5 @@ class _Search:
             self.best is None or self.goal.rank(trial) > self.goal.rank(self.best)
         ):
             self.best = trial
+            self.best_made = made
+        self.is_over = self._deadline is not None and monotonic() >= self._deadline
