@@ -278,11 +278,15 @@ def test_the_report_groups_warnings_and_fits_the_terminal(
         progress=False,
     )
     arguments = (model, torch.randn(1, 16, 8, 8), tmp_path / "m.onnx")
-    with pytest.warns(UserWarning, match="TensorRT takes one"):
+    with pytest.warns(UserWarning, match="TensorRT takes one") as warned:
         report = torchq.export_onnx(*arguments, target="tensorrt", dynamo=False)
-    message = str(report).partition("warnings:\n")[2]
+    message = next(text for w in warned if "TensorRT" in (text := str(w.message)))
     assert "- 0.input_quantizer, 2.input_quantizer: TensorRT takes" in message
     assert max(map(len, message.splitlines())) <= 60
+    # The report counts what the screen has shown already.
+    assert "TensorRT takes" in report.warnings[0]
+    assert "TensorRT takes" not in str(report)
+    assert str(report).splitlines()[-1] == "with 3 warnings: print(*report.warnings)"
 
 
 def test_transposed_convolutions_keep_float_inputs_in_onnxruntime(

@@ -125,7 +125,9 @@ class ExportReport:
             *self.notes,
         ]
         if self.warnings:
-            lines += ["warnings:", bullets(self.warnings)]
+            # The warning itself has said them.
+            count = f"{len(self.warnings)} warning{'s' * (len(self.warnings) > 1)}"
+            lines.append(f"with {count}: print(*report.warnings)")
         return "\n".join(lines)
 
 
