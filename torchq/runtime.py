@@ -247,6 +247,8 @@ class Runtime:
         planning: Planning passes that read what a run on the example shows, after operators that
             nobody reaches were left float and before ranges are shared. See
             :mod:`torchq.swap.passes`.
+        judging: Planning passes at the end, which change no quantizer: they mark the layers that
+            its kernels compute in float although they are quantized.
         kernels: What its integer kernels do beside what all do. ``"rows"``: linear layers on more
             than rows, (N, ..., in), round results with a bias too. ``"clips"``: results are clipped
             at the ends of a ReLU or ReLU6 behind them, whatever their codes. ``"moves"``: a result
@@ -282,6 +284,7 @@ class Runtime:
     placement: Placement | None = None
     adapting: tuple[PlanPass, ...] = ()
     planning: tuple[PlanPass, ...] = ()
+    judging: tuple[PlanPass, ...] = ()
     kernels: frozenset[str] = frozenset()
     computes_floats: bool = True
     codes: Codes | None = None

@@ -66,7 +66,7 @@ def test_few_multiply_adds_are_warned_of_with_the_largest_reason_first() -> None
     message = (
         r"^Sequential: only \d+\.\d% of the multiply-adds quantized\. Float stay 2 "
         r"ConvTranspose2d: its input stays float, as onnxruntime has no integer kernel for it "
-        r"\(\d\d\.\d%\)$"
+        r"\(\d\d\.\d%\); Conv2d: its result is not quantized \(\d\.\d%\)$"
     )
     with pytest.warns(UserWarning, match=message) as caught:
         torchq.quantize_(model, target="onnxruntime", example=X)

@@ -27,7 +27,7 @@ from torchq.swap.apply import (
 )
 from torchq.swap.facts import Facts
 from torchq.swap.held import ADOPTED
-from torchq.swap.passes import integer_biases, results_behind_norms, share_ranges
+from torchq.swap.passes import kernel_passes, share_ranges
 from torchq.swap.plan import Decision, Plan, canonical_groups
 from torchq.utils import set_submodule
 
@@ -148,17 +148,19 @@ class Replanning:
             left |= followers
 
     def _marks(self, trial: Plan) -> dict[str, Decision]:
-        """Return path of each layer and operator -> a decision with its biases and rounding."""
+        """Return path of each layer and operator -> a decision with the marks of its kernel."""
         if self.facts.flow is None:
             return {}
         unmarked = replace(
             trial,
             decisions=tuple(
-                replace(d, bias="", rounded_by="", awaits_fold=False)
+                replace(d, bias="", rounded_by="", awaits_fold=False, float_kernel="")
                 for d in _results_at_layers(trial, self.facts)
             ),
         )
-        marked = results_behind_norms(integer_biases(unmarked, self.facts), self.facts)
+        marked = unmarked
+        for planning_pass in kernel_passes(self.runtime):
+            marked = planning_pass(marked, self.facts)
         return {d.name: d for d in marked.replaced if not d.is_norm}
 
     def _groups(self, trial: Plan) -> tuple[tuple[str, ...], ...]:
@@ -206,6 +208,7 @@ def _with_marks(decision: Decision, marked: Decision) -> Decision:
         rounded_by=marked.rounded_by,
         from_zero=marked.from_zero,
         awaits_fold=marked.awaits_fold,
+        float_kernel=marked.float_kernel,
     )
 
 

@@ -48,6 +48,7 @@ from torchq.swap.heads import (
 )
 from torchq.swap.held import apart
 from torchq.swap.plan import ALREADY, Decision, Plan, canonical_groups
+from torchq.swap.share import RESULT_IN_FLOAT
 
 _MOVING_MODULES = (nn.Flatten, nn.Unflatten)
 _DROPOUT_FUNCTIONS = frozenset(["dropout", "dropout1d", "dropout2d", "dropout3d"])
@@ -710,6 +711,39 @@ def integer_biases(plan: Plan, facts: Facts) -> Plan:
     return replace(plan, decisions=tuple(rows))
 
 
+#: Why a quantized layer is computed in float whatever its result is.
+NO_KERNEL = "the target has no integer kernel for it"
+
+
+def float_kernels(
+    plan: Plan,
+    facts: Facts,
+    *,
+    to_codes: frozenset[str],
+    never: frozenset[str] = frozenset(),
+) -> Plan:
+    """Mark the quantized layers that a target computes in float, with the values of their codes.
+
+    Before: every layer with a quantized input and weight counts as one on integers. After: those
+    have a ``float_kernel`` that are of a class for which there is ``never`` an integer kernel, and
+    those of the classes ``to_codes`` whose result is not quantized, at once or behind what their
+    kernels include. Calls of functions are like layers.
+    """
+    if facts.flow is None:
+        return plan
+    results = _Results(plan, facts)
+    rows = []
+    for d in plan.decisions:
+        if not d.reason and d.input is not None and d.weight is not None:
+            kinds = results.classes_of(d)
+            if not kinds.isdisjoint(never):
+                d = replace(d, float_kernel=NO_KERNEL)
+            elif not kinds.isdisjoint(to_codes) and results.are_in_float(d):
+                d = replace(d, float_kernel=RESULT_IN_FLOAT)
+        rows.append(d)
+    return replace(plan, decisions=tuple(rows))
+
+
 #: Modules without a weight that integer kernels compute, beside averages.
 _ON_INTEGERS = (Add, Mul, MatMul, ScaledDotProductAttention, nn.Sigmoid, nn.SiLU)
 #: Functions with a weight that they compute, and that leave no float result between.
@@ -870,6 +904,22 @@ class _Results:
             result_slots += slots
         return result_slots
 
+    def classes_of(self, decision: Decision) -> set[str]:
+        """Return the class of a layer, and those that the functions of its calls stand for."""
+        rows = (
+            operator_named(kernel.result.name)
+            for kernel in self._kernels.get(decision.name, [])
+            if kernel.is_call
+        )
+        return {decision.class_name, *(row.layer for row in rows if row is not None)}
+
+    def are_in_float(self, decision: Decision) -> bool:
+        """Return True if a kernel of a layer gives a result that something reads in float."""
+        kernels = self._kernels.get(decision.name, [])
+        if decision.output is not None:
+            return False
+        return any(not self._behind(kernel.result, False) for kernel in kernels)
+
     def from_zero(self, decision: Decision) -> tuple[str, ...]:
         """Return which codes of a layer a ReLU in front of them lets begin at 0."""
         kernels = self._kernels.get(decision.name, [])
@@ -1021,7 +1071,8 @@ def results_behind_norms(plan: Plan, facts: Facts) -> Plan:
     return replace(plan, decisions=decisions, shared=canonical_groups(groups))
 
 
-#: What becomes of a plan for any target, before the passes of the target and behind them.
+#: What becomes of a plan for any target, before the passes of the target and behind them. The marks
+#: of :func:`kernel_passes` are the last.
 BEFORE_TARGET: tuple[PlanPass, ...] = (
     switches,
     drop_unreached,
@@ -1029,14 +1080,16 @@ BEFORE_TARGET: tuple[PlanPass, ...] = (
     last_layers_in_float,
     last_layers_in_16_bits,
 )
-BEHIND_TARGET: tuple[PlanPass, ...] = (
-    share_ranges,
-    choose_grids,
-    integer_biases,
-    results_behind_norms,
-)
+BEHIND_TARGET: tuple[PlanPass, ...] = (share_ranges, choose_grids)
 
 
 def passes_for(runtime: Runtime | None) -> tuple[PlanPass, ...]:
     """Return the planning passes behind conversion, in order."""
-    return (*BEFORE_TARGET, *(runtime.planning if runtime else ()), *BEHIND_TARGET)
+    of_target = runtime.planning if runtime else ()
+    return (*BEFORE_TARGET, *of_target, *BEHIND_TARGET, *kernel_passes(runtime))
+
+
+def kernel_passes(runtime: Runtime | None) -> tuple[PlanPass, ...]:
+    """Return the passes that mark what kernels do with the quantizers of a plan, in order."""
+    of_target = runtime.judging if runtime else ()
+    return (integer_biases, *of_target, results_behind_norms)

@@ -16,7 +16,7 @@ from torchq.nn.calls.routes import CallSite
 from torchq.nn.integer_kernel import evaluation_line
 from torchq.runtime import runtime_with
 from torchq.swap import schema
-from torchq.swap.share import Share, Work
+from torchq.swap.share import Part, Share, Work
 from torchq.utils import child_path, table
 
 #: The classes whose products happen in the forward of the module around them.
@@ -100,6 +100,8 @@ class Decision:
             their power, as calibration estimates it; None before that.
         left_float: the slots that calibration turned off, as they cost too much at the outputs.
         factors: those that its quantizers hold, where calibration chose them.
+        float_kernel: why the target computes it in float all the same, with the values of its codes;
+            empty where it has an integer kernel.
         reason: why it stays float; empty where it is quantized.
         by: the pattern of the rule, or the planning pass, that decided; empty for none.
         note: what else there is to know about it.
@@ -123,6 +125,7 @@ class Decision:
     noise: float | None = None
     left_float: tuple[str, ...] = ()
     factors: Factors | None = None
+    float_kernel: str = ""
     reason: str = ""
     by: str = ""
     note: str = ""
@@ -212,6 +215,8 @@ class Decision:
             sentence = f"{sentence}; {OPTIONAL}"
         if self.factors is not None:
             sentence = f"{sentence}; {self.factors}"
+        if self.float_kernel:
+            sentence = f"{sentence}; computed in float, as {self.float_kernel}"
         return f"{sentence}; {self.note}" if self.note else sentence
 
 
@@ -299,15 +304,40 @@ class Plan:
             d.name: d for d in sorted(self.decisions, key=lambda d: not d.reason)
         }
         # Weights of modules without a decision may be no factors at all.
-        counted = {
-            n: a
-            for n, a in self.work.amounts.items()
-            if self.work.measured or n in decision_by_name
-        }
-        reasons = {
-            n: "" if n in owners else _reason(decision_by_name.get(n)) for n in counted
-        }
-        return self.work.share(counted, reasons, _CHOSEN)
+        counted = [
+            n for n in self.work.amounts if self.work.measured or n in decision_by_name
+        ]
+        return self.work.share(
+            (
+                part
+                for n in counted
+                for part in self._parts(n, decision_by_name, n in owners)
+            ),
+            _CHOSEN,
+        )
+
+    def _parts(
+        self, path: str, decisions: Mapping[str, Decision], has_products: bool
+    ) -> Iterator[Part]:
+        """Yield the parts of a module's work: each of its quantized calls, and the rest.
+
+        With ``has_products`` the rest is that of operators, which are quantized.
+        """
+        assert self.work is not None
+        decision = decisions.get(path)
+        rest = self.work.amounts[path]
+        sites = decision.calls if decision is not None else ()
+        amount_by_place = self.work.calls.get(path, {})
+        places = [site for site in sites if site.site in amount_by_place]
+        for site in places:
+            amount = amount_by_place[site.site]
+            holder = decisions.get(child_path(path, site.holder))
+            yield Part(path, amount, "" if holder is None else holder.float_kernel)
+            rest -= amount
+        if places and rest > 0:
+            yield Part(path, rest, "" if has_products else _IN_FORWARD)
+        elif not places:
+            yield Part(path, rest, "" if has_products else _reason(decision))
 
     @cached_property
     def _by_path(self) -> dict[str, Decision]:
@@ -381,6 +411,7 @@ class Plan:
         """Return the plan without what changes nothing in a model: reasons, notes, shares."""
         unexplained: dict[str, Any] = {"by": "", "note": "", "optional": False}
         unexplained |= {"noise": None, "left_float": (), "factors": None}
+        unexplained["float_kernel"] = ""
         rows = (replace(d, names=d.names[:1], **unexplained) for d in self.replaced)
         decisions = tuple(sorted(rows, key=lambda d: d.names))
         same: dict[str, Any] = {"modes": {}, "target": None, "recipe": "", "work": None}
@@ -489,7 +520,9 @@ class Plan:
         containers = sum(d.is_container for d in self.decisions)
         norms = sum(d.is_norm for d in self.replaced)
         layers = len(self.replaced) - operators - containers - norms
-        counts = [f"{layers} quantized"]
+        in_float = sum(bool(d.float_kernel) for d in self.replaced)
+        of_layers = f" ({in_float} of them computed in float)" if in_float else ""
+        counts = [f"{layers} quantized{of_layers}"]
         if operators:
             of_these = f", {left_float} of them left in float" if left_float else ""
             target = self.target or "a target"
@@ -594,6 +627,8 @@ def _reason(decision: Decision | None) -> str:
         return "" if decision.reason == ALREADY else decision.reason
     if decision.has_float_input:
         return decision.note
+    if decision.float_kernel:
+        return decision.float_kernel
     is_quantized = decision.input or decision.weight or decision.calls
     return "" if is_quantized else _IN_FORWARD
 

@@ -18,7 +18,7 @@ one, ResNet-18, MobileNetV2 and GoogLeNet were planned in 97 to 107 % of the tim
 longer than their layers and each of two watchers sees what the other one calls; ViT-B/16 in 68 %.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -64,7 +64,7 @@ from torchq.swap.same_results import (
     OFF,
     cannot_run,
 )
-from torchq.swap.share import counting_products, warn_if_small, work_of
+from torchq.swap.share import Work, counting_products, warn_if_small, work_of
 from torchq.utils import (
     Pattern,
     network_of,
@@ -278,7 +278,7 @@ def _planned(
     )
     rules = Rules(config, patterns(include))
     with random_kept(), state_kept(model):
-        rules, drafts, operators, products = _decided(model, rules, runtime, example)
+        rules, drafts, operators, work = _decided(model, rules, runtime, example)
     planned = replace(
         as_it_is(model),
         decisions=tuple(draft.decision() for draft in drafts),
@@ -288,7 +288,7 @@ def _planned(
         target=None if runtime is None else runtime.name,
         settings=settings_of(runtime),
         recipe=rules.config.name,
-        work=work_of(model, products),
+        work=work,
     )
     decided = {} if held is None else held.decided(planned)
     facts = Facts.before_conversion(model, runtime, _mains_of(operators))
@@ -313,12 +313,12 @@ def _as_rules_say(codes: Codes | None) -> Codes | None:
 
 def _decided(
     model: nn.Module, rules: Rules, runtime: Runtime | None, example: object
-) -> tuple[Rules, tuple[Draft, ...], _Operators, Mapping[str, float] | None]:
-    """Return the rules, with those of a target, what they decide, and the products of a run."""
+) -> tuple[Rules, tuple[Draft, ...], _Operators, Work]:
+    """Return the rules, with those of a target, what they decide, and the work of the model."""
     recorded = products = None
     if example is not None:
-        with counting_products(model) as products:
-            recorded = _seen(model, example)
+        with counting_products(model) as (products, operations):
+            recorded = _seen(model, example, operations)
     rules = replace(rules, config=resolve_positions(model, rules.config, recorded))
     operators: _Operators = ()
     if runtime is None or runtime.placement is None:
@@ -335,14 +335,31 @@ def _decided(
         rules,
         tuple(_in_float(draft, reasons) for draft in drafts),
         operators,
-        products,
+        work_of(model, products, _work_of_calls(model, recorded)),
     )
 
 
-def _seen(model: nn.Module, example: object) -> Seen:
+def _work_of_calls(
+    model: nn.Module, recorded: Seen | None
+) -> dict[str, dict[str, float]]:
+    """Return path of a module -> place of a call with a weight -> its multiply-adds."""
+    found = {} if recorded is None else recorded.calls
+    operations = {
+        name: found[id(module)].operations
+        for name, module in model.named_modules()
+        if id(module) in found
+    }
+    return {
+        name: {place: count / 2 for place, count in counts.items()}
+        for name, counts in operations.items()
+        if counts
+    }
+
+
+def _seen(model: nn.Module, example: object, operations: Callable[[], int]) -> Seen:
     """Return what a run shows; an error that comes of watching it is one by name."""
     try:
-        return find_calls(model, example)
+        return find_calls(model, example, operations)
     except TorchqError:
         raise
     except Exception as error:  # whatever the code of the model raises

@@ -2,9 +2,9 @@
 
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from torchq.utils import counting_operations, is_torchs_own, unfused_attention
 #: Below this share of what the user did not exclude, a warning says why.
 SMALL = 1 / 3
 _REASONS_SHOWN = 3
+#: Why a quantized layer is computed in float.
+RESULT_IN_FLOAT = "its result is not quantized"
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,21 @@ class Share:
 
 
 @dataclass(frozen=True)
+class Part:
+    """A part of the work of one module.
+
+    Attributes:
+        name: the path of the module.
+        amount: of its work.
+        reason: why it stays float; empty where it is quantized.
+    """
+
+    name: str
+    amount: float
+    reason: str
+
+
+@dataclass(frozen=True)
 class Work:
     """What each module of a model computes in its own forward, without its children.
 
@@ -48,33 +65,33 @@ class Work:
         measured: the amounts are multiply-adds of a run; otherwise numbers of weights.
         amounts: path of each module that computes anything -> how much.
         classes: path of each of them -> the name of its class.
+        calls: path of a module that calls functions with weights -> the place of each call in its
+            code -> the part of its amount.
     """
 
     measured: bool
     amounts: Mapping[str, float]
     classes: Mapping[str, str]
+    calls: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
-    def share(
-        self, amounts: Mapping[str, float], reasons: Mapping[str, str], chosen: Set[str]
-    ) -> Share | None:
-        """Return how much of some amounts is quantized; None where there is none to quantize.
+    def share(self, parts: Iterable[Part], chosen: Set[str]) -> Share | None:
+        """Return how much of some parts is quantized; None where there is none to quantize.
 
-        ``reasons`` say why modules stay float; those that are ``chosen`` are the user's.
+        Reasons that are ``chosen`` are the user's.
         """
-        total = sum(amounts.values())
+        parts = list(parts)
+        total = sum(part.amount for part in parts)
         if not total:
             return None
-        parts: dict[str, float] = defaultdict(float)
+        done = sum(part.amount for part in parts if not part.reason)
+        excluded = sum(part.amount for part in parts if part.reason in chosen)
         float_parts: dict[tuple[str, str], float] = defaultdict(float)
-        for name, reason in reasons.items():
-            parts["done" if not reason else "chosen" if reason in chosen else ""] += (
-                amounts[name]
-            )
-            if reason and reason not in chosen:
-                float_parts[self.classes[name], reason] += amounts[name] / total
-        counts = Counter(
-            (self.classes[name], reason) for name, reason in reasons.items()
-        )
+        counts: Counter[tuple[str, str]] = Counter()
+        for part in parts:
+            if part.reason and part.reason not in chosen:
+                kind = self.classes[part.name], part.reason
+                float_parts[kind] += part.amount / total
+                counts[kind] += 1
         texts = {}
         for (kind, reason), part in sorted(
             float_parts.items(), key=lambda item: -item[1]
@@ -84,14 +101,18 @@ class Work:
                 f"{number} {kind}: {reason}" if number > 1 else f"{kind}: {reason}"
             ] = part
         unit = "multiply-adds" if self.measured else "weights of layers"
-        return Share(parts["done"] / total, 1 - parts["chosen"] / total, texts, unit)
+        return Share(done / total, 1 - excluded / total, texts, unit)
 
 
-def work_of(model: nn.Module, products: Mapping[str, float] | None) -> Work:
+def work_of(
+    model: nn.Module,
+    products: Mapping[str, float] | None,
+    calls: Mapping[str, Mapping[str, float]],
+) -> Work:
     """Return the multiply-adds that a run showed; the sizes of weights without one."""
     amounts = dict(_weights(model)) if products is None else dict(products)
     classes = {name: type(model.get_submodule(name)).__name__ for name in amounts}
-    return Work(products is not None, amounts, classes)
+    return Work(products is not None, amounts, classes, calls)
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, float]]:
@@ -107,20 +128,26 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, float]]:
 
 
 @contextmanager
-def counting_products(model: nn.Module) -> Iterator[dict[str, float]]:
-    """Yield what becomes path -> multiply-adds of each module's own forward in the block."""
+def counting_products(
+    model: nn.Module,
+) -> Iterator[tuple[dict[str, float], Callable[[], int]]]:
+    """Yield what becomes path -> multiply-adds of each module's own forward in the block.
+
+    Beside it the function that returns the operations so far, two for each multiply-add.
+    """
     flops_by_name: Counter[str] = Counter()
     products: dict[str, float] = {}
     with ExitStack() as stack:
         stack.enter_context(unfused_attention())  # torch counts nothing in others
-        calls = _Calls(stack.enter_context(counting_operations(model)), flops_by_name)
+        operations = stack.enter_context(counting_operations(model))
+        calls = _Calls(operations, flops_by_name)
         for name, module in model.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
                 continue  # They take no hooks.
             before, after = calls.hooks(name)
             stack.enter_context(module.register_forward_pre_hook(before))
             stack.enter_context(module.register_forward_hook(after))
-        yield products
+        yield products, operations
     products.update({name: flops / 2 for name, flops in flops_by_name.items() if flops})
 
 
@@ -184,7 +211,15 @@ def _recurrent(module: nn.RNNBase, args: object) -> int:
 
 def warn_if_small(model: nn.Module, share: Share | None) -> None:
     """Warn where little of what the user wanted quantized is, with the largest reasons first."""
-    if share is None or not share.wanted or share.quantized >= SMALL * share.wanted:
+    if share is None or not share.wanted:
+        return
+    # A quantizer of a result is a small thing to add. The plan and the export say where.
+    by_result = sum(
+        part
+        for reason, part in share.float_work.items()
+        if reason.endswith(f": {RESULT_IN_FLOAT}")
+    )
+    if share.quantized + by_result >= SMALL * share.wanted:
         return
     reasons = [f"{reason} ({part:.1%})" for reason, part in share.float_work.items()]
     hidden = len(reasons) - _REASONS_SHOWN

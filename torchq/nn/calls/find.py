@@ -5,7 +5,8 @@ the code. A tensor that is computed from parameters alone is a weight; a tensor 
 input of the run is data.
 """
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -53,6 +54,7 @@ class FoundCalls:
     Attributes:
         sites: Calls with a weight, and attention, in the order of their first call -> the number of
             dimensions of the weight; 0 for attention.
+        operations: Place of each of these calls -> the operations in it, as torch counts them.
         sources: Ids of the parameters that computed weights of calls depend on.
         unreached: Names of other functions that got a weight -> a clause on what becomes of it.
         unseen: Products in its source that the run has not made.
@@ -60,6 +62,7 @@ class FoundCalls:
     """
 
     sites: dict[CallSite, int] = field(default_factory=dict)
+    operations: Counter[str] = field(default_factory=Counter)
     sources: set[int] = field(default_factory=set)
     unreached: dict[str, str] = field(default_factory=dict)
     unseen: list[CallSite] = field(default_factory=list)
@@ -120,10 +123,15 @@ class _Recorder(TorchFunctionMode):
     """Records calls with weights by the module whose forward is running."""
 
     def __init__(
-        self, root: nn.Module, routes: Mapping[int, Recorder], overwrites: Overwrites
+        self,
+        root: nn.Module,
+        routes: Mapping[int, Recorder],
+        overwrites: Overwrites,
+        operations: Callable[[], int],
     ) -> None:
         super().__init__()
         self._overwrites = overwrites
+        self._operations = operations
         self.found: dict[int, FoundCalls] = {}
         self._routes = (
             routes  # By id of modules whose source tells the places of calls.
@@ -195,10 +203,13 @@ class _Recorder(TorchFunctionMode):
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> object:
         kwargs = kwargs or {}
-        if self._stack:
-            self._record(func, args, kwargs)
+        place = self._record(func, args, kwargs) if self._stack else ""
         self._overwrites.note_read(func, (args, kwargs))
+        before = self._operations() if place else 0
         result = func(*args, **kwargs)
+        if place:
+            calls = self.found[id(self._stack[-1])]
+            calls.operations[place] += self._operations() - before
         self._overwrites.note_made(result)
         ids = {id(tensor) for tensor in tensors_in((args, kwargs))}
         if "metadata" not in effects_of(function_name(func)):
@@ -216,7 +227,8 @@ class _Recorder(TorchFunctionMode):
 
     def _record(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, object]
-    ) -> None:
+    ) -> str:
+        """Enter a call of the running module; return its place if its weight can be quantized."""
         owner = self._stack[-1]
         self._note_word(owner, func, args, kwargs)
         function = product_of(func, args)
@@ -228,7 +240,7 @@ class _Recorder(TorchFunctionMode):
         )
         if site is None:
             calls.unreached |= self._unreached(func, function, args, kwargs)
-            return
+            return ""
         place = self._routes[id(owner)].current if id(owner) in self._routes else ""
         # Its nodes have names, and none is routed.
         if isinstance(owner, fx.GraphModule):
@@ -236,14 +248,15 @@ class _Recorder(TorchFunctionMode):
         if not have_memory((args, kwargs)):
             use = f"calls {site.kind} with a weight inside torch.vmap, or on sparse tensors"
             calls.unreached[site.kind] = use
-            return
+            return ""
         if not place:
             use = f"calls {site.kind} with a weight, which its source does not show"
             if site.kind == "attention":
                 use = "hands its attention to a function outside of it"
             calls.unreached[site.kind] = use
-            return
+            return ""
         calls.add(replace(site, site=place), ndim)
+        return place
 
     def _note_word(
         self,
@@ -328,15 +341,20 @@ class _Recorder(TorchFunctionMode):
         return None, 0
 
 
-def find_calls(model: nn.Module, example: object) -> Seen:
-    """Run ``model`` once on an example and return what its modules called."""
+def find_calls(
+    model: nn.Module, example: object, operations: Callable[[], int] = lambda: 0
+) -> Seen:
+    """Run ``model`` once on an example and return what its modules called.
+
+    ``operations`` tells how many there were so far, where someone counts them.
+    """
     modules = [
         m for m in model.modules() if not isinstance(m, (QuantModule, TensorQuantizer))
     ]
     overwrites = Overwrites()
     call = prepared_call(model, example)
     with untouched(model), recording_operators(modules, overwrites) as routes:
-        recorder = _Recorder(model, routes, overwrites)
+        recorder = _Recorder(model, routes, overwrites, operations)
         with recorder.watching(model), recorder:
             call()
     for module in modules:

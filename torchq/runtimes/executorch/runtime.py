@@ -42,7 +42,7 @@ from torchq.runtimes.interface import (
     example_arguments,
     flatten,
 )
-from torchq.swap.passes import quantize_results
+from torchq.swap.passes import float_kernels, quantize_results
 from torchq.utils import copy_module, progress_stages
 from torchq.utils.optional import import_optional
 
@@ -50,6 +50,13 @@ _PLACEMENT = Placement(
     # Integer kernels exist between Q/DQ alone, so every tensor between layers needs a pair.
     operators=frozenset(["add", "mul", "cat", "pool", "activation"]),
     modules=(MAX_POOLS, AVG_POOLS, *ACTIVATIONS),
+)
+#: Layers that compute on integers where their results are quantized too, and those that never do.
+_TO_CODES = frozenset(
+    ["Conv1d", "Conv2d", "ConvTranspose1d", "ConvTranspose2d", "Linear"]
+)
+_NEVER = frozenset(
+    ["Conv3d", "ConvTranspose3d", "MultiheadAttention", "RNN", "GRU", "LSTM"]
 )
 #: Codes without negative values begin at 0: quantizers on both sides of a ReLU have one grid then.
 _CODES = Codes(int32_biases=True)
@@ -68,6 +75,13 @@ class ExecuTorch(FileEngine):
     placement: Placement | None = _PLACEMENT
     # What is concatenated must have one scale, so no pass separates ranges.
     planning: tuple[PlanPass, ...] = (partial(quantize_results, linear=True),)
+    judging: tuple[PlanPass, ...] = (
+        partial(
+            float_kernels,
+            to_codes=_TO_CODES,
+            never=_NEVER,
+        ),
+    )
     codes: Codes | None = _CODES
     kernels: frozenset[str] = frozenset(["rows", "clips", "moves", "transposed"])
     limits: tuple[str, ...] = (

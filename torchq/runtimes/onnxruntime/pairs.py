@@ -123,6 +123,21 @@ def _only_reader_of(value: Value) -> Node | None:
     return users[0] if len(users) == 1 else None
 
 
+def read_shapes_of_codes(model: Model) -> None:
+    """Let Shape read the codes of a tensor, where quantizers are all else that reads the tensor.
+
+    A layer whose result has another reader than a quantizer has no integer kernel. A ViT asks its
+    first result for the size of the batch, to repeat the class token.
+
+    Before: Shape and QuantizeLinear read one tensor. After: Shape reads the first of these codes.
+    """
+    for node in nodes_of(model, "Shape"):
+        others = [user for user in readers(node.inputs[0]) if user.op_type != "Shape"]
+        if others and all(user.op_type == "QuantizeLinear" for user in others):
+            node.replace_input_with(0, others[0].outputs[0])
+    model.graph.sort()  # Codes may have been computed behind what reads their shape.
+
+
 def quantize_reshaped(model: Model) -> None:
     """Quantize what convolutions and means of codes return in front of reshapes and padding.
 

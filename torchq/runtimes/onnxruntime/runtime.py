@@ -38,6 +38,7 @@ from torchq.runtimes.onnxruntime.matmuls import split_gemms
 from torchq.runtimes.onnxruntime.pairs import (
     quantize_concatenated,
     quantize_reshaped,
+    read_shapes_of_codes,
     separate_clips,
     separate_outputs,
     separate_softmaxes,
@@ -56,7 +57,7 @@ from torchq.runtimes.onnxruntime.rules import (
     check_transposed_convolutions,
 )
 from torchq.runtimes.onnxruntime.session import Session
-from torchq.swap.passes import quantize_results
+from torchq.swap.passes import float_kernels, quantize_results
 
 _PLACEMENT = Placement(
     # Integer kernels exist between Q/DQ alone, so every tensor between layers needs a pair.
@@ -71,6 +72,7 @@ _CODES = Codes(stored="unsigned", fitted=True, int32_biases=True)
 _FILE = FileRules(
     passes=(
         widen_four_bit_weights,
+        read_shapes_of_codes,
         pool_means,
         quantize_reshaped,
         convolve_averages,
@@ -120,6 +122,10 @@ class OnnxRuntime(SessionEngine):
         transposed_convolutions_in_float,
     )
     planning: tuple[PlanPass, ...] = (separate_ranges, quantize_results)
+    # Linear layers give float results on integers too.
+    judging: tuple[PlanPass, ...] = (
+        partial(float_kernels, to_codes=frozenset(["Conv1d", "Conv2d", "Conv3d"])),
+    )
     codes: Codes | None = _CODES
     file: FileRules | None = _FILE
     limits: tuple[str, ...] = (

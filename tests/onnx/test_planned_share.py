@@ -1,0 +1,228 @@
+"""What a plan counts as quantized after calibration is what files compute on integers."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torchvision
+from torch import Tensor, nn
+
+import torchq
+from tests.models import ConvNet
+from torchq.lowering.api import simulated_copy
+from torchq.runtimes.executorch.program import traced
+from torchq.swap import plan_of
+from torchq.workflow import added_operators
+
+pytest.importorskip("onnx")
+# Plans and files of which little is on integers warn, and torch does of what it traces.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+# Batches are of one sample and not open: what is counted of a file is the work of one sample, as far
+# as its shapes tell it.
+EXPORT = {"dynamo": False, "dynamic_batch": False, "progress": False}
+TARGETS = ["onnxruntime", "openvino", "executorch"]
+
+
+class Detector(nn.Module):
+    """Boxes, which stay float, and scores, which are quantized in front of a sigmoid."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 16, 3, 2), nn.ReLU())
+        self.box = nn.Conv2d(16, 8, 1)
+        self.score = nn.Conv2d(16, 6, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.body(x)
+        return self.box(features).flatten(2), self.score(features).sigmoid().flatten(2)
+
+
+class Segmentation(nn.Module):
+    """A U-Net of one level, with a transposed convolution, in some number of dimensions."""
+
+    def __init__(self, dims: int) -> None:
+        super().__init__()
+        conv = getattr(nn, f"Conv{dims}d")
+        transposed = getattr(nn, f"ConvTranspose{dims}d")
+        self.first = conv(3, 16, 3, padding=1)
+        self.down = conv(16, 32, 3, 2, 1)
+        self.up = transposed(32, 16, 2, 2)
+        self.joined = conv(32, 16, 3, padding=1)
+        self.head = conv(16, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = self.first(x).relu()
+        up = self.up(self.down(wide).relu())
+        return self.head(self.joined(torch.cat([up, wide], 1)).relu())
+
+
+class Recurrent(nn.Module):
+    """A GRU, which stays float, between a convolution and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(8, 16, 3, padding=1)
+        self.gru = nn.GRU(16, 16, batch_first=True)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states, _ = self.gru(self.conv(x).relu().transpose(1, 2))
+        return self.head(states[:, -1])
+
+
+class Norms(nn.Module):
+    """A depthwise convolution in front of a norm that cannot be folded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 32, 3)
+        self.depthwise = nn.Conv2d(32, 32, 3, groups=32)
+        self.norm = nn.GroupNorm(4, 32)
+        self.last = nn.Conv2d(32, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = nn.functional.gelu(self.first(x))
+        return self.last(self.norm(self.depthwise(h))).mean((2, 3))
+
+
+class Calls(nn.Module):
+    """Convolutions that are calls in one forward; something reads one of the results in float."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 3, bias=False)
+        self.second = nn.Conv2d(16, 16, 3, bias=False)
+        self.third = nn.Conv2d(16, 16, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.conv2d(x, self.first.weight).relu()
+        x = nn.functional.conv2d(x, self.second.weight).tanh()
+        return nn.functional.conv2d(x, self.third.weight)
+
+
+def vision_transformer() -> nn.Module:
+    return torchvision.models.VisionTransformer(32, 8, 2, 2, 32, 64, num_classes=4)
+
+
+def swin() -> nn.Module:
+    """Attention in a function outside of the forward, whose products nothing quantizes."""
+    sizes = ([4, 4], 32, [1, 1], [2, 4], [4, 4])
+    return torchvision.models.SwinTransformer(*sizes, num_classes=4)
+
+
+PICTURES = (3, 32, 32)
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "torchvision": (lambda: torchvision.models.squeezenet1_1(num_classes=4), PICTURES),
+    "residual": (ConvNet, (3, 16, 16)),
+    "detector": (Detector, PICTURES),
+    "segmentation": (lambda: Segmentation(2), PICTURES),
+    "3-d": (lambda: Segmentation(3), (3, 8, 8, 8)),
+    "recurrent": (Recurrent, (8, 20)),
+    "norms": (Norms, PICTURES),
+    "calls": (Calls, PICTURES),
+    "vision transformer": (vision_transformer, PICTURES),
+    "swin": (swin, PICTURES),
+}
+
+
+def calibrated(model: nn.Module, batches: list[Tensor], target: str) -> nn.Module:
+    torchq.fuse_(model.eval(), batches[0], progress=False)
+    torchq.quantize_(model, target=target, example=batches[0], progress=False)
+    torchq.calibrate(model, batches, progress=False)
+    return model
+
+
+def share_of_file(
+    model: nn.Module, example: Tensor, target: str, folder: Path
+) -> float:
+    """Return the share of the multiply-adds on integers, as a file tells it."""
+    if target == "executorch":
+        # The program tells what is delegated as integers; to lower it takes a minute.
+        _, layers = traced(simulated_copy(model), example)
+        work = plan_of(model).work
+        assert work is not None
+        done = sum(work.amounts.get(path, 0) for path, why in layers.items() if not why)
+        return done / sum(work.amounts.values())
+    path = folder / "net.onnx"
+    written = torchq.export_onnx(model, example[:1], path, **EXPORT)
+    assert written.coverage is not None and written.coverage.share is not None
+    assert torchq.inspect_onnx(path).coverage == written.coverage
+    return written.coverage.share
+
+
+def check(model: nn.Module, example: Tensor, target: str, folder: Path) -> float:
+    share = plan_of(model).share
+    assert share is not None
+    actual = share_of_file(model, example, target, folder)
+    assert share.quantized == pytest.approx(actual, abs=1e-6)
+    report = torchq.doctor(model, [example], timed=False, progress=False)
+    assert report.share == str(share)
+    return actual
+
+
+@pytest.fixture(autouse=True)
+def _numbers() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", list(NETWORKS))
+def test_the_planned_share_is_that_of_the_file(
+    name: str, target: str, tmp_path: Path
+) -> None:
+    if (name, target) == ("calls", "executorch"):
+        pytest.skip("its programs tell modules apart, not the calls of one module")
+    build, shape = NETWORKS[name]
+    batches = [torch.rand(4, *shape) - 0.3 for _ in range(3)]
+    model = calibrated(build(), batches, target)
+    check(model, batches[0], target, tmp_path)
+
+
+def test_a_layer_whose_result_is_asked_for_the_batch_runs_on_integers(
+    tmp_path: Path,
+) -> None:
+    batches = [torch.rand(4, *PICTURES) - 0.3 for _ in range(3)]
+    model = calibrated(vision_transformer(), batches, "onnxruntime")
+    with torch.no_grad():  # Other weights than zeros, with which it is made.
+        model.heads.head.weight.normal_(std=0.2)
+    path = tmp_path / "net.onnx"
+    torchq.export_onnx(model, batches[0], path, dynamo=False, progress=False)
+    in_float = [node.kind for node in torchq.inspect_onnx(path).fallbacks]
+    assert "Conv" not in in_float
+    report = torchq.verify_onnx(model, path, [batches[0], batches[1][:2]])
+    assert report.ok, report
+
+
+class Sums(nn.Module):
+    """A convolution whose result an addition reads, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 3, padding=1)
+        self.second = nn.Conv2d(16, 16, 3, padding=1)
+        self.last = nn.Conv2d(16, 8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.first(x).relu()
+        return self.last((first + self.second(first)).tanh())
+
+
+# OpenVINO gives float results on integers too.
+@pytest.mark.parametrize("target", ["onnxruntime", "executorch"])
+def test_it_is_so_where_calibration_leaves_an_operator_in_float(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = [torch.rand(4, 3, 16, 16) - 0.3 for _ in range(3)]
+    untouched = calibrated(Sums(), batches, target)
+    before = check(untouched, batches[0], target, tmp_path)
+    # As if the addition cost more than it does.
+    monkeypatch.setattr(added_operators, "worst_operators", lambda _: ("quant_add",))
+    monkeypatch.setattr(added_operators, "_LEAST_GAIN", -100.0)
+    model = calibrated(Sums(), batches, target)
+    decision = plan_of(model).decision("quant_add")
+    assert decision is not None and decision.left_float
+    after = check(model, batches[0], target, tmp_path)
+    assert after < before
