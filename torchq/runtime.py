@@ -317,8 +317,24 @@ class Runtime:
         return False
 
     def writers(self) -> Mapping[str, Writer]:
-        """Return the endings of files of this runtime's own, beside ONNX, and what writes one."""
+        """Return the endings of files of this runtime's own, beside ONNX, and what writes one.
+
+        That is a function of the folder of the runtime, or a method of the runtime itself; advice
+        names it, see :meth:`writing_line`.
+        """
         return {}
+
+    def writing_line(self, ending: str) -> str:
+        """Return the line that writes a file of this runtime's own, with an ending, from a model.
+
+        It is for the names ``model``, ``example`` and ``path``.
+        """
+        writer: Any = self.writers()[ending]
+        if getattr(writer, "__self__", None) is self:
+            owner = f"{_public_place(type(self))}.{self!r}"
+        else:
+            owner = _folder(writer)
+        return f"{owner}.{writer.__name__}(model, example, path)"
 
     def opened(
         self, path: Path
@@ -365,6 +381,17 @@ class Runtime:
     def __reduce__(self) -> tuple[Any, ...]:
         # Settings alone: a deployed model that was saved keeps no functions of today's rules.
         return _made, (type(self), self._settings())
+
+
+def _folder(thing: Any) -> str:
+    """Return the package that a function or class stands in a module of."""
+    return str(thing.__module__.rpartition(".")[0] or thing.__module__)
+
+
+def _public_place(cls: type[Runtime]) -> str:
+    """Return where a class of runtimes is imported from; those of torchq have one place."""
+    first, _, rest = cls.__module__.partition(".runtimes.")
+    return f"{first}.runtimes" if rest else cls.__module__
 
 
 def _made(cls: type[Runtime], settings: dict[str, Any]) -> Runtime:

@@ -1,6 +1,6 @@
 """What a plan counts as quantized after calibration is what files compute on integers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,8 +19,8 @@ pytest.importorskip("onnx")
 # Plans and files of which little is on integers warn, and torch does of what it traces.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-# Batches are of one sample and not open: what is counted of a file is the work of one sample, as far
-# as its shapes tell it.
+# Batches are of one sample and not open: what is counted of a file is the work of one sample, as
+# far as its shapes tell it.
 EXPORT = {"dynamo": False, "dynamic_batch": False, "progress": False}
 TARGETS = ["onnxruntime", "openvino", "executorch"]
 
@@ -163,9 +163,8 @@ def check(model: nn.Module, example: Tensor, target: str, folder: Path) -> float
 
 
 @pytest.fixture(autouse=True)
-def _numbers() -> Iterator[None]:
+def _numbers() -> None:
     torch.manual_seed(0)
-    yield
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -325,8 +325,7 @@ def _check_ending(path: Path, runtime: Runtime | None) -> None:
         raise ConfigError(
             f"export_onnx: got {path}, the name of a file that {runtime.name} has beside ONNX; "
             "expected one that ends in .onnx. Write the other one with "
-            f"torchq.runtimes.{type(runtime).__name__}().writers()[{path.suffix!r}](model, "
-            "example, path), or with torchq quantize --export"
+            f"{runtime.writing_line(path.suffix)}, or with torchq quantize --export"
         )
 
 

@@ -100,8 +100,8 @@ class Decision:
             their power, as calibration estimates it; None before that.
         left_float: the slots that calibration turned off, as they cost too much at the outputs.
         factors: those that its quantizers hold, where calibration chose them.
-        float_kernel: why the target computes it in float all the same, with the values of its codes;
-            empty where it has an integer kernel.
+        float_kernel: why the target computes it in float all the same, with the values of its
+            codes; empty where it has an integer kernel.
         reason: why it stays float; empty where it is quantized.
         by: the pattern of the rule, or the planning pass, that decided; empty for none.
         note: what else there is to know about it.

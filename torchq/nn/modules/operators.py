@@ -173,7 +173,7 @@ class Call(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raise QuantizationError: the parent makes the call."""
         raise QuantizationError(
-            "torchq.nn.Call: was called; expected its parent to make the call. "
+            f"{type(self).__name__}: was called; expected its parent to make the call. "
             "It only holds the quantizers of a function call"
         )
 

@@ -7,6 +7,7 @@ provider's rules too; none was run on a device.
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 import threading
@@ -16,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchq.config import QuantConfig
 from torchq.descriptor import QuantDescriptor
@@ -47,7 +48,7 @@ from torchq.runtimes.interface import ReadGraph, Run, Shapes
 from torchq.runtimes.onnx_engine import OnnxEngine, file_of
 from torchq.runtimes.onnxruntime import inspect_onnx
 from torchq.runtimes.qnn.bounds import bound_of
-from torchq.runtimes.qnn.context import write_context
+from torchq.runtimes.qnn.context import ContextReport, write_context
 from torchq.runtimes.qnn.convolutions import (
     average_by_convolutions,
     scale_by_convolutions,
@@ -204,8 +205,34 @@ class Qnn(OnnxEngine):
 
     def writers(self) -> Mapping[str, Writer]:
         """See :meth:`torchq.runtimes.Runtime.writers`."""
+        return {".qnn": self.write_context}
+
+    def write_context(
+        self,
+        model: nn.Module,
+        example: object,
+        path: str | os.PathLike[str],
+        *,
+        progress: bool = True,
+    ) -> ContextReport:
+        """Write a calibrated model as an ONNX file whose one node holds the binary for the chip.
+
+        The file is replaced whole or not at all. It takes tensors of the shapes of the example
+        alone.
+
+        Args:
+            model: calibrated, and quantized for ``"qnn"``; left unchanged.
+            example: arguments for one call, see :func:`torchq.graph.call_model`.
+            path: the file, whose name ends in ``.qnn``.
+            progress: show a bar where it takes longer than a second.
+
+        Raises:
+            ExportError: the chip does not take all of the model, or the compile took too long.
+            MissingExtraError: onnxruntime-qnn is not installed.
+        """
         chip = CHIPS[self.soc][0]
-        return {".qnn": partial(write_context, self, chip, self._compiled)}
+        files = self, chip, self._compiled
+        return write_context(*files, model, example, path, progress=progress)
 
     def check(self) -> None:
         """See :meth:`Engine.check`."""
