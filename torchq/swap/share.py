@@ -85,21 +85,17 @@ class Work:
             return None
         done = sum(part.amount for part in parts if not part.reason)
         excluded = sum(part.amount for part in parts if part.reason in chosen)
-        float_parts: dict[tuple[str, str], float] = defaultdict(float)
+        float_work: dict[tuple[str, str], float] = defaultdict(float)
         counts: Counter[tuple[str, str]] = Counter()
         for part in parts:
             if part.reason and part.reason not in chosen:
                 kind = self.classes[part.name], part.reason
-                float_parts[kind] += part.amount / total
+                float_work[kind] += part.amount / total
                 counts[kind] += 1
         texts = {}
-        for (kind, reason), part in sorted(
-            float_parts.items(), key=lambda item: -item[1]
-        ):
-            number = counts[kind, reason]
-            texts[
-                f"{number} {kind}: {reason}" if number > 1 else f"{kind}: {reason}"
-            ] = part
+        for kind, amount in sorted(float_work.items(), key=lambda item: -item[1]):
+            number = f"{counts[kind]} " if counts[kind] > 1 else ""
+            texts[f"{number}{': '.join(kind)}"] = amount
         unit = "multiply-adds" if self.measured else "weights of layers"
         return Share(done / total, 1 - excluded / total, texts, unit)
 
