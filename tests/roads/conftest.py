@@ -32,3 +32,8 @@ def yolo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def detector(yolo: Any, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return Trained(yolo, "yolov8n.yaml", tmp_path_factory.mktemp("detect"))
+
+
+@pytest.fixture(scope="session")
+def segmenter(yolo: Any, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return Trained(yolo, "yolov8n-seg.yaml", tmp_path_factory.mktemp("segment"))

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 
 import torchq
 import torchq.hugging_face
-from tests.roads.end import ROAD, arrives
+from tests.roads.end import ROAD, arrives, run_file
 from torchq.lowering.kernel import saturates
 
 pytestmark = ROAD
 transformers = pytest.importorskip("transformers", reason="the road is Hugging Face's")
-pytest.importorskip("accelerate", reason="the Trainer needs it")
+accelerate = pytest.importorskip("accelerate", reason="the Trainer needs it")
 
 SIZE: dict[str, Any] = {
     "hidden_size": 32,
@@ -75,6 +75,55 @@ def test_trainer_and_export(build: Any, tmp_path: Path) -> None:
 
     path = tmp_path / "net.onnx"
     arrives(build.__name__, loaded, example, path, loss, within=0.02)
+    if build is bert:
+        check_other_length(loaded, batch, path)
+
+
+def check_other_length(model: Any, batch: dict[str, torch.Tensor], path: Path) -> None:
+    """Check that a file takes sentences of another length than the example's."""
+    shorter = {name: tensor[:3, :7] for name, tensor in batch.items()}
+    with torch.no_grad():
+        expected = model(**shorter).logits
+    (got,) = run_file(path, shorter)
+    assert got.shape == expected.shape
+    # A value at a tie between two codes moves a logit by less than codes are apart.
+    assert (got - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("build", [bert, vit])
+def test_accelerate_and_export(build: Any, tmp_path: Path) -> None:
+    """accelerate trains, goes back to its own state, and writes the weights that are loaded."""
+    model, batch = build()
+    labels = torch.arange(16) % 4
+    example = {name: tensor[:2] for name, tensor in batch.items()}
+    prepared = torchq.qat.prepare(
+        model, [batch], target="onnxruntime", lr=1e-2, progress=False
+    )
+    torchq.workflow.embed_record_(model)
+    accelerator = accelerate.Accelerator(cpu=True)
+    optimizer = torch.optim.SGD(prepared.param_groups)
+    network, optimizer = accelerator.prepare(model.train(), optimizer)
+    for step in range(4):
+        accelerator.backward(F.cross_entropy(network(**batch).logits, labels))
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 2:
+            accelerator.save_state(tmp_path / "state")
+    after = accelerator.unwrap_model(network).state_dict()
+    after = {name: tensor.clone() for name, tensor in after.items()}
+    accelerator.load_state(tmp_path / "state")
+    before = accelerator.unwrap_model(network).state_dict()
+    assert any(not torch.equal(after[name], tensor) for name, tensor in before.items())
+    accelerator.save_model(network, tmp_path / "weights")
+    loaded: Any = torchq.load(build()[0], tmp_path / "weights").eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(**batch).logits, model.eval()(**batch).logits)
+
+    def loss(run: Any) -> float:
+        return float(F.cross_entropy(run(batch), labels))
+
+    name = f"{build.__name__}, accelerate"
+    arrives(name, loaded, example, tmp_path / "net.onnx", loss, within=0.02)
 
 
 @pytest.mark.parametrize("build", [bert, vit])

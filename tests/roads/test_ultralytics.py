@@ -44,27 +44,38 @@ def check_end(trained: Trained, network: nn.Module, path: Path, road: str) -> No
     assert simulated > trained.metric - 0.1
 
 
-@pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
+@pytest.fixture
+def trained(kind: str, request: pytest.FixtureRequest) -> Trained:
+    found: Trained = request.getfixturevalue(kind)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "target"),
+    [
+        ("detector", "onnxruntime"),
+        ("detector", "openvino"),
+        ("segmenter", "onnxruntime"),
+        ("segmenter", "openvino"),
+    ],
+)
 def test_training_and_export(
-    target: str, detector: Trained, yolo: Any, tmp_path: Path
+    kind: str, target: str, trained: Trained, yolo: Any, tmp_path: Path
 ) -> None:
     instead = 'TARGET = "openvino"', f'TARGET = "{target}"'
     page = recipe("def quantize(trainer)", instead)
     if target == "onnxruntime":
         page["CONFIG"] = None
-    model = yolo(detector.checkpoint)
+    model = yolo(trained.checkpoint)
     model.add_callback("on_pretrain_routine_end", page["quantize"])
-    detector.train(model, epochs=2, lr0=1e-3)
+    trained.train(model, epochs=2, lr0=1e-3)
     path = tmp_path / "best.onnx"
-    network = page["export"](model.trainer.last, detector.images(), path)
-    check_end(detector, network, path, f"Ultralytics QAT, {target}")
+    network = page["export"](model.trainer.last, trained.images(), path)
+    check_end(trained, network, path, f"Ultralytics QAT, {kind}, {target}")
 
 
-@pytest.mark.parametrize("name", ["yolov8n.yaml", "yolov8n-seg.yaml"])
-def test_after_training(
-    name: str, detector: Trained, yolo: Any, tmp_path: Path
-) -> None:
-    trained = Trained(yolo, name, tmp_path) if "seg" in name else detector
+@pytest.mark.parametrize("kind", ["detector", "segmenter"])
+def test_after_training(kind: str, trained: Trained, yolo: Any, tmp_path: Path) -> None:
     model = yolo(trained.checkpoint)
     network = model.model.float().eval()
     images = trained.images()
@@ -74,4 +85,4 @@ def test_after_training(
     torchq.calibrate(model, [images], progress=False)
     path = tmp_path / "net.onnx"
     torchq.export_onnx(model, images, path, dynamo=False, progress=False)
-    check_end(trained, network, path, f"Ultralytics PTQ, {name}")
+    check_end(trained, network, path, f"Ultralytics PTQ, {kind}")
