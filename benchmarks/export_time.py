@@ -27,6 +27,7 @@ from torch import nn
 
 import torchq
 from benchmarks.harness import Reporter, parse, parser
+from torchq.utils.optional import import_optional
 
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime", "ultralytics")
 _PIXELS = 64
@@ -34,7 +35,7 @@ _PIXELS = 64
 
 def networks() -> dict[str, Callable[[], nn.Module]]:
     """Return functions that build the networks whose packages are installed."""
-    models = torchq.utils.optional.import_optional("torchvision.models", "export_time")
+    models = import_optional("torchvision.models", "export_time")
     size: dict[str, Any] = {"image_size": _PIXELS, "patch_size": 16, "num_layers": 12}
     tiny = {"num_heads": 3, "hidden_dim": 192, "mlp_dim": 768}
     built: dict[str, Callable[[], nn.Module]] = {
