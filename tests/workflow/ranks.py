@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import torchq
+from tests.workflow import test_averaged_ranges as averaged
 from tests.workflow.test_added_operators import Spectrum, sounds
 from tests.workflow.test_linear_factors import quantized as quantized_linear
 from tests.workflow.test_linear_factors import rows
@@ -117,6 +118,16 @@ def operators_left_float(batch_numbers: list[int]) -> tuple[Any, ...]:
     return report.operators.left_float, plan_of(model).modes, outcome
 
 
+def ranges_averaged(batch_numbers: list[int]) -> tuple[Any, ...]:
+    """What a joint calibration averages, and the numbers that quantizers have then."""
+    model = averaged.quantized(0.0)
+    group = dist.group.WORLD
+    few = [averaged.samples(seed + 3) for seed in batch_numbers]
+    report = averaged.calibrated(model, few, group=group)
+    numbers = {n: b.clone() for n, b in model.named_buffers() if b.numel()}
+    return report.averages, numbers
+
+
 def factors_chosen(batch_numbers: list[int]) -> tuple[Any, ...]:
     """What factors a joint calibration chooses, and the numbers that quantizers have then."""
     model = quantized_linear("onnxruntime")
@@ -166,6 +177,7 @@ def run(folder: Path) -> None:
     ):
         found[f"operators, {case}"] = operators_left_float(chosen)
         found[f"factors, {case}"] = factors_chosen(chosen)
+        found[f"averages, {case}"] = ranges_averaged(chosen)
     # Its forward gathers weights, so both ranks need as many batches and the same branches.
     same = (
         [torch.full_like(x, 150.0) + x for x in batches(0)]

@@ -89,6 +89,14 @@ def test_all_ranks_choose_the_same_factors(results: Results, case: str) -> None:
     assert "query" in first[0].layers
 
 
+@pytest.mark.parametrize("case", ["one each", "rank 1 alone"])
+def test_all_ranks_average_the_same_ranges(results: Results, case: str) -> None:
+    first, second = (found[f"averages, {case}"] for found in results)
+    assert first[0] == second[0]
+    assert_same_bits(first[1], second[1])
+    assert "head.input_quantizer" in first[0].averaged
+
+
 def test_all_ranks_go_without_a_correction_where_one_reads_once(
     results: Results,
 ) -> None:

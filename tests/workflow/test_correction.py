@@ -331,7 +331,7 @@ def test_an_interrupted_correction_restores_everything(config: QuantConfig) -> N
             raise KeyboardInterrupt
 
     handle = model[2].register_forward_hook(stop)
-    for run in range(1, 10):
+    for run in range(1, 40):
         left = run
         try:
             # Other data, which give other ranges and corrections.

@@ -287,3 +287,15 @@ def test_files_hold_the_factors(tmp_path: Path) -> None:
     torchq.export_onnx(model, x, path, target="onnxruntime", dynamo=False)
     report = torchq.verify_onnx(model, path, [x], progress=False)
     assert report.ok, str(report)
+
+
+def test_nothing_is_tried_where_a_function_calls_parts_of_the_model() -> None:
+    blocks = nn.ModuleDict({"block": Block().eval()})
+    torchq.quantize_(blocks, torchq.recipes.int8(reduce_range=True), progress=False)
+    report = torchq.calibrate(
+        blocks,
+        rows(),
+        forward=lambda model, x: model["block"](x),
+        progress=False,
+    )
+    assert not report.factors.layers and not report.factors.outputs.batches

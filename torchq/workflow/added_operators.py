@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -223,6 +223,10 @@ def compared(
     return sums.comparison(group, device_of(model))
 
 
+class _NotCalled(Exception):
+    """The function that is called in place of the model does not call it as a whole."""
+
+
 def arguments_of(runs: Runs, batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of the model's call for a batch, as its last call has them."""
     device = device_of(runs.model)
@@ -237,6 +241,8 @@ def arguments_of(runs: Runs, batch: object) -> tuple[tuple[Any, ...], dict[str, 
     off = quantizers(runs.model).values()
     with quantizing_only(off), watching([(runs.model, see)], before=True):
         runs.call(batch)
+    if not calls:
+        raise _NotCalled
     return calls[-1]
 
 
@@ -257,7 +263,8 @@ def _some_samples(runs: Runs, count: int) -> list[Sample]:
         # A run of two samples takes little longer than one of a single sample.
         parts = min(count, _BATCHES, -(-_SAMPLES // min(2, max(1, _size(batch)))))
         if number < parts and all(sample.count for sample in samples):
-            samples.append(_sample(runs, batch, -(-_SAMPLES // parts), taken))
+            with suppress(_NotCalled):
+                samples.append(_sample(runs, batch, -(-_SAMPLES // parts), taken))
 
     taken: set[_Form] = set()
     runs.again(step, min(count, _BATCHES))
@@ -272,7 +279,8 @@ def samples_of_all(runs: Runs, count: int) -> list[Sample]:
         is_dear = runs.forward is not None or any(s.count is None for s in samples)
         if not (is_dear and number % _EIGHTH):
             few = max(-(-_FEWEST // count), min(_EIGHTH, _size(batch) // _EIGHTH))
-            samples.append(_sample(runs, batch, few, taken))
+            with suppress(_NotCalled):
+                samples.append(_sample(runs, batch, few, taken))
 
     taken: set[_Form] = set()
     runs.again(step, count)

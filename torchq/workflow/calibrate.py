@@ -27,6 +27,7 @@ from torchq.workflow.added_operators import (
     samples_of_all,
     take_back_operators_,
 )
+from torchq.workflow.averaged_ranges import RangeChoice, SampleEnds, choose_ranges_
 from torchq.workflow.correction import NOT_READ, Correction, needs_gains
 from torchq.workflow.correction import correct as correct_results
 from torchq.workflow.linear_factors import (
@@ -76,6 +77,7 @@ class CalibrationReport:
         operators: which operators beside layers stay in float, as their quantizers cost too much at
             the outputs of the model.
         factors: which linear layers divide the channels that they read by factors.
+        averages: which ranges are averaged over samples.
     """
 
     batches: int
@@ -87,6 +89,7 @@ class CalibrationReport:
     evaluation: str = ""
     operators: OperatorChoice = field(default_factory=OperatorChoice)
     factors: FactorChoice = field(default_factory=FactorChoice)
+    averages: RangeChoice = field(default_factory=RangeChoice)
 
     def table(self) -> str:
         """Return a row for every quantizer, and how many there are."""
@@ -136,6 +139,8 @@ class CalibrationReport:
             end += f"; {self.operators.line}"
         if self.factors.line:
             end += f"; {self.factors.line}"
+        if self.averages.line:
+            end += f"; {self.averages.line}"
         if self.correction is not None:
             end += f"; {self.correction.line}"
         return f"{end}; {self.evaluation}" if self.evaluation else end
@@ -183,7 +188,9 @@ def calibrate(
             :mod:`torchq.workflow.added_operators`. A rule that names one keeps it, and the next
             calibration decides anew. Where linear layers carry the work, the channels that they
             read are divided by factors if the outputs are nearer to float then: see
-            :mod:`torchq.workflow.linear_factors`.
+            :mod:`torchq.workflow.linear_factors`. Where no ``method`` is given, ranges of
+            activations are averaged over samples if that brings the outputs nearer to float: see
+            :mod:`torchq.workflow.averaged_ranges`.
         group: join the statistics of these processes (``torch.distributed.group.WORLD``), each
             with its own ``batches``: every rank gets the bits that one process would get from
             rank 0's batches, then rank 1's, and so on. Ranks may have different numbers of
@@ -225,6 +232,7 @@ def calibrate(
         count = 0
         chosen = OperatorChoice()
         factors = FactorChoice()
+        averages = RangeChoice()
         unseen: tuple[str, ...] = ()
         with _undone_on_error(model):
             if floats is not None and take_back_operators_(runs):
@@ -232,7 +240,9 @@ def calibrate(
             activations = _of_activations(model, todo)
             samples = None if batches is None else _samples(model, todo)
             inputs = LinearInputs({})
+            ends = SampleEnds({}, method)
             if floats is not None:
+                ends = SampleEnds(activations, method)
                 to_set = {id(q) for q in todo.values()}
                 take_back_factors_(model, to_set)
                 inputs = LinearInputs(linear_layers(model, to_set, method))
@@ -241,7 +251,7 @@ def calibrate(
             ):
                 if batches is not None and (activations or group or samples):
                     observing = _observing(model, activations, method, options)
-                    with observing, inputs.recording():
+                    with observing, inputs.recording(), ends.recording():
                         reading = (runs, num_batches, progress, floats)
                         count, unseen = _observed(reading, activations, samples, group)
                     _treat_unseen({n: activations[n] for n in unseen}, on_unseen, count)
@@ -252,6 +262,7 @@ def calibrate(
                 few = cache(partial(samples_of_all, runs, count))
                 chosen = choose_operators_(runs, count, few, group)
                 factors = choose_factors_(runs, inputs, few, group)
+                averages = choose_ranges_(runs, ends, few, group)
             done = _corrected(runs, count // 3, floats, group) if todo else None
     if corrects and done is None:
         warnings.warn(f"calibrate: {_READ_ONCE}", stacklevel=2)
@@ -265,6 +276,7 @@ def calibrate(
         evaluation_of(model),
         chosen,
         factors,
+        averages,
     )
 
 
