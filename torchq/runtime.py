@@ -66,6 +66,8 @@ class Codes:
             :data:`torchq.formats.SCALE_TYPES`. None for float32.
         int32_biases: Integer kernels add biases as int32, in units of the scale of the input times
             that of the weight.
+        by_channel: Kernels of depthwise convolutions read a tensor without negative values with a
+            scale for each channel: what they multiply a channel by knows its scale.
     """
 
     unsigned: bool = True
@@ -76,6 +78,7 @@ class Codes:
     signed_factors: bool = False
     scales: str | None = None
     int32_biases: bool = False
+    by_channel: bool = False
 
 
 @dataclass(frozen=True, eq=False)

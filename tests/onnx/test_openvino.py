@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -761,3 +762,65 @@ def test_equal_biases_are_the_model_s_own_in_a_file_that_keeps_them_apart(
     report = torchq.verify_onnx(model, path, [x], progress=False)
     assert not report.ok
     assert "0.bias: 1 of 16 differ" in str(report)
+
+
+class Wise(nn.Module):
+    """Depthwise convolutions: behind a ReLU, beside another reader, and behind a SiLU."""
+
+    def __init__(self, dims: int = 2) -> None:
+        super().__init__()
+        kinds: tuple[type[Any], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+        convolution = kinds[dims - 1]
+        self.first = convolution(4, 16, 1)
+        self.alone = convolution(16, 16, 3, padding=1, groups=16)
+        self.beside = convolution(16, 16, 3, padding=1, groups=16)
+        self.signed = convolution(16, 16, 3, padding=1, groups=16)
+        self.last = convolution(16, 8, 1)
+        with torch.no_grad():
+            # Channels of very different size.
+            sizes = torch.logspace(-2, 2, 16)
+            self.first.weight.mul_(sizes.view(-1, *[1] * (dims + 1)))
+            self.first.bias.mul_(sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.alone(self.first(x).relu()).relu()
+        x = self.beside(x) + x
+        return self.last(self.signed(F.silu(x)))
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_channels_of_depthwise_layers_have_ranges_of_their_own_on_integers(
+    dims: int, path: Path
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1, 4, *[8] * dims)
+    model = quantized(Wise(dims).eval(), x)
+    by_channel = {
+        name
+        for name, layer in model.named_children()
+        if layer.input_quantizer.descriptor.axis == (1,)
+    }
+    assert by_channel == {"alone"}
+    assert model.alone.input_quantizer.amax.numel() == 16
+    assert agreement(model, x, path) > ALIKE_DB
+    with torch.no_grad():
+        assert sqnr(compiled(path, x), model(x)) > ALIKE_DB
+    # Those of three dimensions read signed codes.
+    assert set(integer_layers(path, x)) <= {"u8", "i8"}
+    assert len(integer_layers(path, x)) == 5
+
+
+def test_ranges_of_channels_bring_results_nearer_to_float() -> None:
+    torch.manual_seed(0)
+    model = Wise().eval()
+    x = torch.randn(2, 4, 8, 8)
+    with torch.no_grad():
+        exact = model.alone(model.first(x).relu())
+        by_target = {}
+        for target in ("onnxruntime", "openvino"):
+            copied = calibrated(copy.deepcopy(model), x, target=target, example=x)
+            found = copied.alone(model.first(x).relu())
+            # Each channel counts alike.
+            noise = (found - exact).square().sum((0, 2, 3))
+            by_target[target] = (noise / exact.square().sum((0, 2, 3))).mean()
+    assert by_target["openvino"] < by_target["onnxruntime"] / 4

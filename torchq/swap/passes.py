@@ -651,6 +651,32 @@ def _signed_factors(
     return slots
 
 
+def ranges_by_channel(plan: Plan, facts: Facts) -> Plan:
+    """Give the channels that depthwise convolutions read ranges of their own.
+
+    Such a layer multiplies each channel by numbers of its own, so channels need no common scale,
+    and one with a large range takes no codes from the others.
+
+    Before: the input of a depthwise convolution has one range, whose codes are unsigned as no value
+    there can be negative. After: it has one for each channel, where the target has such kernels and
+    nothing else reads the tensor by the same quantizer.
+    """
+    codes = facts.codes
+    if codes is None or not codes.by_channel:
+        return plan
+    together = {slot for group in plan.shared for slot in group}
+    rows = []
+    for d in plan.decisions:
+        is_alone = f"{d.name}.input_quantizer" not in together
+        is_open = d.input is not None and d.unsigned == ("input",) and is_alone
+        if is_open and is_depthwise(facts.modules.get(d.name)):
+            assert d.input is not None
+            input = d.input.replace(axis=1, unsigned=True, symmetric=True)
+            d = replace(d, input=input, unsigned=())
+        rows.append(d)
+    return replace(plan, decisions=tuple(rows))
+
+
 def _unsigned_by_class(plan: Plan, facts: Facts) -> dict[str, list[str]]:
     """Return path of a module -> its slots of inputs with unsigned codes that are in use."""
     slots: dict[str, list[str]] = {}
@@ -1080,7 +1106,7 @@ BEFORE_TARGET: tuple[PlanPass, ...] = (
     last_layers_in_float,
     last_layers_in_16_bits,
 )
-BEHIND_TARGET: tuple[PlanPass, ...] = (share_ranges, choose_grids)
+BEHIND_TARGET: tuple[PlanPass, ...] = (share_ranges, choose_grids, ranges_by_channel)
 
 
 def passes_for(runtime: Runtime | None) -> tuple[PlanPass, ...]:

@@ -50,9 +50,10 @@ _PLACEMENT = Placement(
     operators=frozenset(["add", "mul", "cat", "pool", "matmul", "attention"]),
     modules=(MAX_POOLS, AVG_POOLS),
 )
-# The kernels of CPUs without AMX multiply uint8 by int8, and take zero points.
-# They multiply two activations on integers where neither has a zero point.
-_CODES = Codes(fitted=True, signed_factors=True)
+# The kernels of CPUs without AMX multiply uint8 by int8, and take zero points. They multiply two
+# activations on integers where neither has a zero point. Depthwise convolutions take scales of
+# channels in no more time.
+_CODES = Codes(fitted=True, signed_factors=True, by_channel=True)
 _FILE = FileRules(
     float_types=(torch.float32, torch.float16, torch.bfloat16),
     passes=(
