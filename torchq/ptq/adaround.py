@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torchq.functional import Range, learned_fake_quantize
 from torchq.graph import Forward, map_tensors, tensors_in
 from torchq.nn import TensorQuantizer
 from torchq.ptq.gptq import BlockRounding
+from torchq.ptq.judging import Judge
 from torchq.ptq.layers import (
     check_on_grid,
     find_layers,
@@ -37,6 +38,7 @@ from torchq.ptq.replay import Block, Replay, copied, replaced_forward
 from torchq.utils import Pattern, evaluating, network_of, undone_on_error
 from torchq.workflow import weight_quantizers
 from torchq.workflow.layer_matrices import weight_from_matrix
+from torchq.workflow.runs import Comparison
 
 # Learning rates of Adam and the weight of the penalty, as in BRECQ, but for the first one: 0.02
 # decides roundings in a few hundred steps.
@@ -82,11 +84,16 @@ class AdaRoundReport:
         blocks: path of each block, in running order -> what happened.
         skipped: path of each quantized layer that was left alone -> the reason.
         batches: the number of batches that were read.
+        outputs: what the new weights do to the outputs of the model. Where they make them worse,
+            the model is as it was before the call.
+        comparison: the same in a sentence; "" where nothing was compared.
     """
 
     blocks: Mapping[str, AdaRoundBlock]
     skipped: Mapping[str, str]
     batches: int
+    outputs: Comparison = field(default_factory=Comparison)
+    comparison: str = ""
 
     def __str__(self) -> str:
         rows = [
@@ -95,6 +102,7 @@ class AdaRoundReport:
         ]
         header = ("block", "error of the output", "undecided weights")
         last = f"{len(self.blocks)} blocks from {self.batches} batches"
+        last += f"; {self.comparison}" if self.comparison else ""
         return report_text(header, rows, self.skipped, last)
 
 
@@ -107,6 +115,7 @@ def adaround_(
     seed: int = 0,
     num_batches: int | None = None,
     forward: Forward | None = None,
+    compare: bool = True,
     progress: bool = True,
 ) -> AdaRoundReport:
     """Learn the rounding of the weights of Linear and Conv layers, in place; no labels are needed.
@@ -118,7 +127,8 @@ def adaround_(
     are quantized already. Afterwards the weights are values of the quantizers' grids.
 
     A block is changed as a whole or not at all, and never for the worse on the batches. A call
-    that fails or is interrupted leaves finished blocks as they are, with a warning.
+    that fails or is interrupted leaves finished blocks as they are, with a warning. At the end the
+    outputs of the model are compared as :func:`gptq_` does, and undone where they got worse.
 
     Args:
         model: a calibrated model.
@@ -129,6 +139,8 @@ def adaround_(
         seed: of the random choices. The result depends on it and on the batches alone.
         num_batches: the number of batches to read; default all.
         forward: called as ``forward(model, batch)`` in place of the model.
+        compare: False learns from all batches, and keeps the result whatever it does to the
+            outputs.
         progress: show a progress bar.
 
     Returns:
@@ -154,7 +166,10 @@ def adaround_(
     done: dict[str, AdaRoundBlock] = {}
     finished: list[str] = []
     with torch.no_grad(), evaluating(model):
-        replay = Replay("adaround_", model, batches, num_batches, forward)
+        judge = Judge(
+            "adaround_", model, batches, num_batches, forward, compares=compare
+        )
+        replay = Replay("adaround_", model, judge.learned, None, forward)
         rounding = BlockRounding(replay)
 
         def treat(number: int, one: Block) -> None:
@@ -167,8 +182,9 @@ def adaround_(
             finished.extend(one.layers)
             replay.finish(number, "quantized")
 
-        skipped = replay.treat(layers_and_skipped, block, treat, finished, progress)
-    return AdaRoundReport(done, skipped, len(replay.batches))
+        with judge.trial():
+            skipped = replay.treat(layers_and_skipped, block, treat, finished, progress)
+    return AdaRoundReport(done, skipped, len(judge.learned), judge.outputs, judge.line)
 
 
 def _treat(

@@ -12,7 +12,7 @@ descent, Behdin et al., QuantEase (2023), section 3.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +22,7 @@ from torchq.calib.search import least_error
 from torchq.formats import PerAxis
 from torchq.graph import Forward
 from torchq.nn.correction import forget_corrections
+from torchq.ptq.judging import Judge
 from torchq.ptq.layers import (
     Grid,
     check_finite,
@@ -40,6 +41,7 @@ from torchq.workflow.layer_matrices import (
     weight_from_matrix,
     weight_matrix,
 )
+from torchq.workflow.runs import Comparison
 
 T = TypeVar("T")
 
@@ -92,11 +94,16 @@ class GPTQReport:
         layers: path of each layer that was rounded, in the order of the work -> what happened.
         skipped: path of each quantized layer that was left alone -> the reason.
         batches: the number of batches that were read.
+        outputs: what the new weights do to the outputs of the model. Where they make them worse,
+            the model is as it was before the call.
+        comparison: the same in a sentence; "" where nothing was compared.
     """
 
     layers: Mapping[str, GPTQLayer]
     skipped: Mapping[str, str]
     batches: int
+    outputs: Comparison = field(default_factory=Comparison)
+    comparison: str = ""
 
     def __str__(self) -> str:
         rows = []
@@ -107,6 +114,7 @@ class GPTQReport:
             rows.append((name, error, ", ".join(notes)))
         header = ("layer", "error of the output, relative", "notes")
         last = f"{len(self.layers)} layers from {self.batches} batches"
+        last += f"; {self.comparison}" if self.comparison else ""
         return report_text(header, rows, self.skipped, last)
 
 
@@ -117,6 +125,7 @@ def gptq_(
     block: Pattern | Sequence[Pattern] | None = None,
     num_batches: int | None = None,
     forward: Forward | None = None,
+    compare: bool = True,
     progress: bool = True,
 ) -> GPTQReport:
     """Round the weights of Linear and Conv layers for the least error of their outputs, in place.
@@ -134,6 +143,10 @@ def gptq_(
     a whole or not at all; a call that fails or is interrupted leaves the layers that were finished
     as they are, with a warning that names their number.
 
+    At the end the outputs of the model before and after are compared with those of the float model
+    on an eighth of the batches, which nothing is fitted to; on the last batch where there are fewer
+    than eight. Where they got worse, the whole model is as it was, and the report says so.
+
     Args:
         model: a calibrated model.
         batches: each holds the arguments of one call; see :func:`torchq.graph.call_arguments`.
@@ -141,6 +154,7 @@ def gptq_(
         block: patterns of the modules that are blocks; None finds them in the structure.
         num_batches: the number of batches to read; default all.
         forward: called as ``forward(model, batch)`` in place of the model.
+        compare: False fits to all batches, and keeps the result whatever it does to the outputs.
         progress: show a progress bar.
 
     Returns:
@@ -162,17 +176,21 @@ def gptq_(
     model = network_of(model)
     layers_and_skipped = find_layers("gptq_", model)
     with torch.no_grad(), evaluating(model):
-        replay = Replay("gptq_", model, batches, num_batches, forward)
+        judge = Judge("gptq_", model, batches, num_batches, forward, compares=compare)
+        replay = Replay("gptq_", model, judge.learned, None, forward)
         rounding = BlockRounding(replay)
 
         def treat(number: int, one: Block) -> None:
             rounding.treat(number, one)
             replay.finish(number, "quantized")
 
-        skipped = replay.treat(
-            layers_and_skipped, block, treat, rounding.done, progress
-        )
-    return GPTQReport(rounding.done, skipped, len(replay.batches))
+        with judge.trial():
+            skipped = replay.treat(
+                layers_and_skipped, block, treat, rounding.done, progress
+            )
+    return GPTQReport(
+        rounding.done, skipped, len(judge.learned), judge.outputs, judge.line
+    )
 
 
 class BlockRounding:
