@@ -163,7 +163,8 @@ def test_codes_stay_within_the_format(function: Any, size: float) -> None:
     torchq.quantize_(model, torchq.recipes.integer(16, 16))
     torchq.calibrate(model, [GOOD], progress=False)
     arguments: dict[str, Any] = {"steps": 2} if function is adaround_ else {}
-    function(model, [GOOD], progress=False, **arguments)
+    # With 16 bits the outputs may be worse by a rounding error, which would undo it.
+    function(model, [GOOD], compare=False, progress=False, **arguments)
     for layer in model:
         codes = layer.weight.detach() / grid_of(layer).scale[0]  # type: ignore[operator]
         whole: Tensor = codes.round()
