@@ -350,3 +350,18 @@ def test_a_delegate_takes_the_place_of_what_an_old_quantizer_computes() -> None:
     assert torch.equal(quantizer(x), x + 1)
     quantizer.disable_quant()
     assert torch.equal(quantizer(x), x)
+
+
+def test_a_file_whose_weights_are_float_is_verified(tmp_path: Path) -> None:
+    """ONNX Runtime computes layers in float whose results nothing quantizes; all is said."""
+    torch.manual_seed(0)
+    layers = [quant_nn.QuantConv2d(3, 4, 3), nn.ReLU(), quant_nn.QuantConv2d(4, 2, 3)]
+    model = nn.Sequential(*layers).eval()
+    images = torch.rand(2, 3, 8, 8)
+    calibrate(model, [images])
+    path = tmp_path / "net.onnx"
+    written = torchq.export_onnx(
+        model, images, path, target="onnxruntime", dynamo=False, progress=False
+    )
+    assert written.coverage.share == 0
+    assert torchq.verify_onnx(model, path, [images], progress=False).ok

@@ -125,6 +125,9 @@ def test_absl_stand_in(
     torchq.compat.install()
     from absl import logging as quant_logging
 
+    # What OpenVINO does with absl when it is imported.
+    logging.getLogger().removeHandler(vars(quant_logging)["_absl_handler"])
+
     with caplog.at_level(logging.DEBUG, "absl"):
         quant_logging.set_verbosity(quant_logging.ERROR)
         quant_logging.warning("hidden")

@@ -42,6 +42,8 @@ def stand_in() -> dict[str, ModuleType]:
         set_verbosity=set_verbosity,
         log_first_n=log_first_n,
         use_absl_handler=lambda: None,
+        # OpenVINO takes it off the root logger.
+        _absl_handler=logging.NullHandler(),
         STANDS_FOR=__name__,
     )
     package = ModuleType("absl", "Stand-in of torchq.compat for absl.")

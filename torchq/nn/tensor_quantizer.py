@@ -265,7 +265,8 @@ class TensorQuantizer(nn.Module):
         if d.learn_amax or d.dynamic or d.block_size is not None:
             return None
         buffers = self._buffers
-        amax = buffers["amax"]
+        # Quantizers of pytorch-quantization have a buffer of another name.
+        amax = buffers.get("amax")
         if amax is None or "held_scale" in buffers:
             return None
         # Its size is no number while something records the call.

@@ -285,7 +285,10 @@ class TensorQuantizer(core.TensorQuantizer):
                 "expected a batch with calibration enabled."
             )
             if strict:
-                raise CalibrationError(f"{text} Pass strict=False to set NaN")
+                raise CalibrationError(
+                    f"{text} Layers that a forward never calls see none, as in blocks that are not "
+                    "fused: fuse them before quantizing, or pass strict=False to set NaN"
+                )
             warnings.warn(f"{text} The range is NaN now", stacklevel=2)
             amax = torch.tensor(math.nan)
         self._adopt(amax.detach().to(dtype=torch.float32, copy=True))
