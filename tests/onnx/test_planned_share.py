@@ -19,9 +19,6 @@ pytest.importorskip("onnx")
 # Plans and files of which little is on integers warn, and torch does of what it traces.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-# Batches are of one sample and not open: what is counted of a file is the work of one sample, as
-# far as its shapes tell it.
-EXPORT = {"dynamo": False, "dynamic_batch": False, "progress": False}
 TARGETS = ["onnxruntime", "openvino", "executorch"]
 
 
@@ -146,7 +143,7 @@ def share_of_file(
         done = sum(work.amounts.get(path, 0) for path, why in layers.items() if not why)
         return done / sum(work.amounts.values())
     path = folder / "net.onnx"
-    written = torchq.export_onnx(model, example[:1], path, **EXPORT)
+    written = torchq.export_onnx(model, example, path, dynamo=False, progress=False)
     assert written.coverage is not None and written.coverage.share is not None
     assert torchq.inspect_onnx(path).coverage == written.coverage
     return written.coverage.share

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -16,6 +18,7 @@ from torchq.onnx.ir import (
     is_constant,
     names,
     nodes_of,
+    onnx_ir,
     readers,
 )
 from torchq.onnx.qdq import FLOAT_WEIGHT, read_record
@@ -68,8 +71,8 @@ class Coverage:
         """
         infer_shapes(graph)
         nodes = nodes_of(graph, *_PRODUCTS, *_RECURRENT)
-        lengths = _recorded_lengths(graph)
-        work = {id(node): _multiply_adds(node, lengths) for node in nodes}
+        with _known_lengths(graph):
+            work = {id(node): _multiply_adds(node) for node in nodes}
         weights = [node for node in nodes if _has_float_weight(node)]
         coded = [node for node in nodes if _reads_codes(node)]
         norms = [node for node in coded if _stands_before_norm(node)]
@@ -194,34 +197,61 @@ def _recorded_lengths(graph: Model) -> dict[str, int]:
     }
 
 
-def _multiply_adds(node: Node, lengths: Mapping[str, int]) -> float:
-    """Return the products of one node for one sample: lengths that are not known count as 1."""
+@contextmanager
+def _known_lengths(graph: Model) -> Iterator[None]:
+    """Let values have the shapes of one sample of the length of the example, in the block.
 
-    def dims(value: Value) -> list[int]:
-        return _dims(value, lengths)
+    What follows from an open length, such as the windows of all images of a batch, has none that
+    names could tell, so shapes are inferred again, from numbers.
+    """
+    lengths = _recorded_lengths(graph)
+    results = [value for node in graph.graph for value in node.outputs]
+    inputs = list(graph.graph.inputs)
+    shapes = [(value, value.shape) for value in (*inputs, *results)]
+    if all(_is_known(shape) for _, shape in shapes):
+        yield
+        return
+    try:
+        for value, shape in shapes:
+            is_input = value in inputs and shape is not None
+            value.shape = onnx_ir.Shape(_numbers(shape, lengths)) if is_input else None
+        infer_shapes(graph)
+        for value, shape in shapes:
+            # Where nothing can be inferred, the names tell what they can.
+            if not _is_known(value.shape) and shape is not None:
+                value.shape = onnx_ir.Shape(_numbers(shape, lengths))
+        yield
+    finally:
+        for value, shape in shapes:
+            value.shape = shape
 
-    def size(value: Value) -> int:
-        return math.prod(dims(value))
 
+def _is_known(shape: Sequence[object] | None) -> bool:
+    return shape is not None and all(isinstance(dim, int) for dim in shape)
+
+
+def _numbers(shape: Iterable[Any], lengths: Mapping[str, int]) -> list[int]:
+    """Return the lengths of a shape, 1 for those that are not known."""
+    return [
+        dim if isinstance(dim, int) else lengths.get(str(dim.value), 1) for dim in shape
+    ]
+
+
+def _multiply_adds(node: Node) -> float:
+    """Return the products of one node; lengths that are not known count as 1."""
     factors = _factors(node)
-    sizes = [size(value) for value in factors]
+    sizes = [math.prod(_dims(value)) for value in factors]
     if node.op_type in _RECURRENT:
-        steps = dims(factors[0])[:1]
+        steps = _dims(factors[0])[:1]
         return math.prod(steps) * sum(sizes[1:])
     if node.op_type == "ConvTranspose":
-        return math.prod(dims(factors[0])[2:]) * sizes[1]
+        return math.prod(_dims(factors[0])[2:]) * sizes[1]
     if node.op_type == "Conv":
-        return math.prod(dims(node.outputs[0])[2:]) * sizes[1]
+        return math.prod(_dims(node.outputs[0])[2:]) * sizes[1]
     if node.op_type == "Einsum":
         return max(sizes)
-    return size(node.outputs[0]) * math.prod(dims(factors[0])[-1:])
+    return math.prod(_dims(node.outputs[0])) * math.prod(_dims(factors[0])[-1:])
 
 
-def _dims(value: Value, lengths: Mapping[str, int]) -> list[int]:
-    """Return the lengths of a value, 1 for those that are not known."""
-    if value.shape is None:
-        return []
-    return [
-        dim if isinstance(dim, int) else lengths.get(str(dim.value), 1)
-        for dim in value.shape
-    ]
+def _dims(value: Value) -> list[int]:
+    return [] if value.shape is None else _numbers(value.shape, {})
