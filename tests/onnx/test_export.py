@@ -715,3 +715,29 @@ def test_nodes_that_return_an_operand_are_removed(path: Path, dynamo: bool) -> N
         "Cast": 0,
     }
     assert torchq.verify_onnx(model, path, [x], progress=False).ok
+
+
+class Asking(nn.Module):
+    """A layer whose code asks for a value, of which torch's older exporter warns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) if x.shape[0] > 0 and bool(x.sum() < 1e9) else x
+
+
+def test_what_the_older_exporter_repeats_is_warned_of_once(tmp_path: Path) -> None:
+    model = nn.Sequential(*(Asking() for _ in range(6))).eval()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torchq.export_onnx(
+            model, torch.ones(2, 8), tmp_path / "net.onnx", dynamo=False, progress=False
+        )
+    texts = [
+        str(w.message)
+        for w in caught
+        if issubclass(w.category, torch.jit.TracerWarning)
+    ]
+    assert texts and len(texts) == len(set(texts))

@@ -366,10 +366,10 @@ def in_other_code(module: Any) -> Any:
     [
         (None, ""),
         (lambda y: y + y.flip(1), ""),
-        (lambda y: y @ y.mT, "matmul in it stay float. Write torchq.nn.QuantAdd()"),
+        (lambda y: y @ y.mT, "matmul in it stays float. Write torchq.nn.QuantAdd()"),
         (
             lambda y: nn.functional.scaled_dot_product_attention(y, y, y),
-            "attention in it stay float. Models of transformers: "
+            "attention in it stays float. Models of transformers: "
             "torchq.hugging_face.attend_in_modules_",
         ),
     ],
@@ -382,7 +382,7 @@ def test_code_that_cannot_be_followed_has_a_row_where_a_run_shows_operators(
     reasons = [d.reason for d in torchq.plan(model, target="onnxruntime").skipped]
     assert any("operators in it stay float" in reason for reason in reasons)
     planned = torchq.plan(model, target="onnxruntime", example=x)
-    rows = [d.reason for d in planned.skipped if "stay float" in d.reason]
+    rows = [d.reason for d in planned.skipped if " in it stay" in d.reason]
     assert all(what in reason for reason in rows) and bool(rows) == bool(what)
 
 

@@ -249,6 +249,21 @@ class _DataIsDetached(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@contextmanager
+def _each_warning_once() -> Iterator[None]:
+    """Let what is warned of in the block be said once behind it, with filters of the block's own.
+
+    The exporter changes filters while it runs, so that Python forgets what it has shown: a
+    transformer of twelve layers repeats one sentence twelve times. Warnings that are errors are
+    raised at once.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        yield
+    texts = {(warning.category, str(warning.message)): None for warning in caught}
+    for category, text in texts:
+        warnings.warn(text, category, stacklevel=3)
+
+
 def run_torchscript(call: ExampleCall, opset: int) -> Model:
     """Return the graph of the TorchScript exporter."""
     if call.contained:
@@ -259,7 +274,7 @@ def run_torchscript(call: ExampleCall, opset: int) -> Model:
         )
     axes = {_spelled(name): dict(dims) for name, dims in call.shapes.items()}
     try:
-        with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
+        with _each_warning_once(), tempfile.TemporaryDirectory() as folder:
             warnings.simplefilter("ignore", DeprecationWarning)
             # Folding would not shorten the graph where the exporter warns about it.
             warnings.filterwarnings("ignore", message="Constant folding")

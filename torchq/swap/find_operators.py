@@ -112,7 +112,7 @@ def find_operators(
         candidates |= shown
         by_id = {id(module): module for _, module in modules}
         failed = {
-            key: f"{reason}; {words} in it stay float"
+            key: f"{reason}; {words} in it {'stay' if ',' in words else 'stays'} float"
             for key, reason in failed.items()
             if key not in shown and (words := _words_missed(by_id[key], kinds, seen))
         }

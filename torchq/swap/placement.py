@@ -1,5 +1,6 @@
 """What a target adds to the rules: operators that become modules."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -8,7 +9,7 @@ from torchq.config import QuantConfig, Rule
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
 from torchq.formats import PerTensor
-from torchq.nn.calls.find import Seen
+from torchq.nn.calls.find import ATTENTION_OUTSIDE, Seen
 from torchq.runtime import Placement, Runtime
 from torchq.swap.decisions import Draft, Rules, decide
 from torchq.swap.find_operators import (
@@ -44,8 +45,31 @@ def decide_for_target(
         pair for pair in pairs if pair[0].site in sites.get(id(pair[0].owner), ())
     ]
     operators = tuple(pair for pair in pairs if pair not in beside)
+    layers, skipped = _said_once(layers, skipped)
     skipped = [*(replace(draft, reason=_BESIDE_CALL) for _, draft in beside), *skipped]
     return rules, (*layers, *(draft for _, draft in operators), *skipped), operators
+
+
+def _said_once(
+    layers: tuple[Draft, ...], skipped: Sequence[Draft]
+) -> tuple[tuple[Draft, ...], list[Draft]]:
+    """Return decisions in which attention outside of a forward is said once, with what helps."""
+    helped = {id(d.module) for d in skipped if d.reason.endswith(_ATTENTION)}
+    outside = {
+        id(d.module)
+        for d in layers
+        if id(d.module) in helped and ATTENTION_OUTSIDE in d.reason
+    }
+    merged = tuple(
+        replace(d, reason=f"{d.reason}. {_ATTENTION}") if id(d.module) in outside else d
+        for d in layers
+    )
+    others = [
+        d
+        for d in skipped
+        if id(d.module) not in outside or not d.reason.endswith(_ATTENTION)
+    ]
+    return merged, others
 
 
 _BESIDE_CALL = "its operand is a weight, and the call is quantized as that of a layer"
@@ -88,7 +112,7 @@ def _placed(
     for owner, names, reason in untraceable:
         advice = _RUN_OR_WRITE if seen is None else _WRITE
         advice = _ATTENTION if "attention in it" in reason else advice
-        what = "" if "stay float" in reason else "; operators in it stay float"
+        what = "" if reason.endswith(" float") else "; operators in it stay float"
         obstacle = f"{reason}{what}. {advice}"
         skipped.append(Draft.of(names, owner, reason=obstacle))
     quantized = [pair for pair in decisions if not pair[1].reason]

@@ -46,6 +46,9 @@ from torchq.utils import is_torchs_own, untouched
 #: Why a layer of attention that calls torch's function cannot be quantized.
 WHOLE_ATTENTION = "its forward calls F.multi_head_attention_forward as a whole"
 
+#: What the forward of a layer of transformers does.
+ATTENTION_OUTSIDE = "hands its attention to a function outside of it"
+
 
 @dataclass
 class FoundCalls:
@@ -252,7 +255,7 @@ class _Recorder(TorchFunctionMode):
         if not place:
             use = f"calls {site.kind} with a weight, which its source does not show"
             if site.kind == "attention":
-                use = "hands its attention to a function outside of it"
+                use = ATTENTION_OUTSIDE
             calls.unreached[site.kind] = use
             return ""
         calls.add(replace(site, site=place), ndim)
