@@ -241,6 +241,33 @@ def test_a_choice_without_gain_is_dropped(monkeypatch: pytest.MonkeyPatch) -> No
     assert plan_of(model).modes == planned.modes
 
 
+def test_operators_that_promise_no_gain_are_not_looked_at_in_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def tried(*_: object) -> Any:
+        raise AssertionError("this takes as long as all the rest of the ranking")
+
+    monkeypatch.setattr(added_operators, "worst_operators", lambda _: ("quant_add_1",))
+    monkeypatch.setattr(added_operators, "_tried", tried)
+    report = calibrated(quantized(Spectrum()))
+    assert report.operators.noise and report.operators.left_float == ()
+    monkeypatch.undo()
+    monkeypatch.setattr(added_operators, "_tried", tried)
+    with pytest.raises(AssertionError, match="all the rest of the ranking"):
+        calibrated(quantized(Spectrum()))
+
+
+def test_the_expected_gain_explains_all_noise_of_a_run() -> None:
+    noise = {"a": 3.0, "b": 1.0}
+    choice = added_operators.OperatorChoice(noise, layers=1.0, together=2.0)
+    assert choice.expected_gain(["a"]) == pytest.approx(10 * math.log10(5 / 2))
+    # Each is twice its estimate then.
+    choice = dataclasses.replace(choice, together=8.0)
+    assert choice.expected_gain(["a"]) == pytest.approx(10 * math.log10(9 / 3))
+    choice = dataclasses.replace(choice, layers=0.0)
+    assert choice.expected_gain(["a", "b"]) == math.inf
+
+
 def jackknifed_error(noise: Tensor) -> float:
     """Return the standard error of a gain by leaving out one sample at a time.
 
@@ -387,6 +414,7 @@ def test_layers_keep_the_quantizers_that_an_operator_shared(
     assert model.quant_add_1.input_quantizer is model.second.input_quantizer
     monkeypatch.setattr(added_operators, "worst_operators", lambda _: ("quant_add_1",))
     monkeypatch.setattr(added_operators, "_LEAST_GAIN", -99.0)
+    monkeypatch.setattr(added_operators, "_LEAST_EXPECTED", -99.0)
     calibrated(model)
     plan = plan_of(model)
     assert model.quant_add_1.input_quantizer.mode == "off"

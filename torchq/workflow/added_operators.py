@@ -94,6 +94,9 @@ _SEED = 0
 #: The layers whose results they read leave the integer kernels with them, which takes time, and
 #: makes the outputs depend on the order in which a library adds. On ResNets 2 dB are not rare.
 _LEAST_GAIN = 3.0
+#: The gain that estimates must promise for it to be looked at in runs. They are means of two dozen
+#: squares, of which a third may be missing, so that they promise 2 dB where 3 dB come true.
+_LEAST_EXPECTED = 2.0
 #: By how many standard errors of the gain it must be above that.
 _STANDARD_ERRORS = 2.0
 
@@ -110,6 +113,7 @@ class OperatorChoice:
         left_float: paths of those that stay in float, the worst first, then those that follow.
         advised: paths of those that would, where nothing is changed as the model is to be trained.
         outputs: the outputs with all of them quantized, and with these in float.
+        together: the noise that all of them add at once, as a run shows it.
     """
 
     noise: Mapping[str, float] = field(default_factory=dict)
@@ -118,11 +122,21 @@ class OperatorChoice:
     left_float: tuple[str, ...] = ()
     advised: tuple[str, ...] = ()
     outputs: Comparison = field(default_factory=Comparison)
+    together: float = 0.0
 
     @property
     def gain(self) -> float:
         """How much nearer to float the outputs are with them in float, in dB."""
         return self.outputs.gain
+
+    def expected_gain(self, in_float: Iterable[str]) -> float:
+        """Return how much nearer to float the outputs will be with some in float, in dB."""
+        total = sum(self.noise.values())
+        rest = total - sum(self.noise[name] for name in in_float)
+        # Where a run shows more noise than the estimates together, each may be as much too small.
+        scale = max(1.0, self.together / total) if total else 1.0
+        before, after = (self.layers + scale * noise for noise in (total, rest))
+        return 10 * math.log10(before / after) if after > 0 else math.inf
 
     @property
     def line(self) -> str:
@@ -257,18 +271,24 @@ def as_example(
 
 def _some_samples(runs: Runs, count: int) -> list[Sample]:
     """Return the few samples that operators are ranked on, of the first batches."""
-    samples: list[Sample] = []
+    wholes: list[Sample] = []
+    parts: list[Sample] = []
 
     def step(number: int, batch: object) -> None:
         # A run of two samples takes little longer than one of a single sample.
-        parts = min(count, _BATCHES, -(-_SAMPLES // min(2, max(1, _size(batch)))))
-        if number < parts and all(sample.count for sample in samples):
+        wanted = min(count, _BATCHES, -(-_SAMPLES // min(2, max(1, _size(batch)))))
+        if number < wanted and all(whole.count for whole in wholes):
             with suppress(_NotCalled):
-                samples.append(_sample(runs, batch, -(-_SAMPLES // parts), taken))
+                wholes.append(_whole(runs, batch))
+                parts.append(_part(wholes[-1], -(-_SAMPLES // wanted)))
 
-    taken: set[_Form] = set()
     runs.again(step, min(count, _BATCHES))
-    return _together(runs.model, samples)
+    if all(part is whole for part, whole in zip(parts, wholes, strict=True)):
+        return _together(runs.model, parts)
+    try:
+        return _together(runs.model, parts)
+    except Exception:  # whatever a model raises that takes batches of one size alone
+        return [replace(wholes[0], count=None).with_results(runs.model)]
 
 
 def samples_of_all(runs: Runs, count: int) -> list[Sample]:
@@ -303,22 +323,33 @@ def _sample(runs: Runs, batch: object, most: int, taken: set[_Form]) -> Sample:
     ``taken`` gets the form of what the model took. What has such a form is not run here: several
     samples run together later, which takes about as long as one.
     """
-    args, kwargs = arguments_of(runs, batch)
-    sizes = {t.shape[0] if t.dim() else None for t in tensors_in((args, kwargs))}
-    size = sizes.pop() if len(sizes) == 1 else None
-    if size is None or size <= most:
-        return Sample(args, kwargs, size)
-    few_args, few_kwargs = map_tensors((args, kwargs), lambda tensor: tensor[:most])
-    few = Sample(few_args, few_kwargs, most)
-    form = tuple((t.shape, t.dtype) for t in tensors_in((few_args, few_kwargs)))
-    if form in taken:
+    whole = _whole(runs, batch)
+    few = _part(whole, most)
+    form = tuple((t.shape, t.dtype) for t in tensors_in((few.args, few.kwargs)))
+    if few is whole or form in taken:
         return few
     try:
         with_results = few.with_results(runs.model)
         taken.add(form)
         return with_results
     except Exception:  # whatever a model raises that takes batches of one size alone
-        return Sample(args, kwargs, None)
+        return replace(whole, count=None)
+
+
+def _whole(runs: Runs, batch: object) -> Sample:
+    """Return a batch, with its size if all tensors of the call count the same number."""
+    args, kwargs = arguments_of(runs, batch)
+    sizes = {t.shape[0] if t.dim() else None for t in tensors_in((args, kwargs))}
+    return Sample(args, kwargs, sizes.pop() if len(sizes) == 1 else None)
+
+
+def _part(whole: Sample, most: int) -> Sample:
+    """Return the first samples of a batch; the batch where it has no more, or cannot be cut."""
+    if whole.count is None or whole.count <= most:
+        return whole
+    given = (whole.args, whole.kwargs)
+    args, kwargs = map_tensors(given, lambda tensor: tensor[:most])
+    return Sample(args, kwargs, most)
 
 
 def _together(model: nn.Module, samples: Sequence[Sample]) -> list[Sample]:
@@ -641,7 +672,9 @@ def rank_operators(
     is_known = math.isfinite(sum(noise)) and math.isfinite(layers)
     explained = _UNEXPLAINED * sum(noise) + _allowed(layers)
     if is_known and whole - layers <= explained:
-        return OperatorChoice(dict(zip(names, noise, strict=True)), layers, "gradients")
+        by_name = dict(zip(names, noise, strict=True))
+        added = max(0.0, whole - layers)
+        return OperatorChoice(by_name, layers, "gradients", together=added)
     shown, layers = _by_groups(names, measure, _RUNS)
     if not all(map(math.isfinite, (layers, *shown.values()))):
         return OperatorChoice()
@@ -700,7 +733,7 @@ def choose_operators_(
     samples = _some_samples(runs, count)
     choice = rank_operators(runs, names, samples, group)
     worst = worst_operators(choice)
-    if worst:
+    if worst and choice.expected_gain(worst) >= _LEAST_EXPECTED:
         choice = _tried(runs, samples, samples_of_all, choice, worst, group)
     if not choice.left_float:
         # What stays quantized is not open any more.
