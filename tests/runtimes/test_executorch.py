@@ -686,6 +686,32 @@ def test_a_quantized_convolution_outside_of_xnnpack_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
+class TimesNumber(nn.Module):
+    """A number of a stored tensor, as the strides of a detector are, that the input meets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(3, 8, 3)
+        self.register_buffer("strides", torch.tensor([8.0, 16.0]))
+        self.strides: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        return y * self.strides[1].item()
+
+
+def test_numbers_of_stored_tensors_are_arguments() -> None:
+    needs_executorch()
+    torch.manual_seed(0)
+    model = TimesNumber().eval()
+    x = torch.rand(1, 3, 8, 8)
+    torchq.quantize_(model, target="executorch", example=x, progress=False)
+    torchq.calibrate(model, [x], progress=False)
+    deployed = torchq.deploy(model, x, target="executorch", progress=False)
+    with torch.no_grad(), kernels_off(model):
+        torch.testing.assert_close(deployed(x), model(x), rtol=1e-5, atol=1e-5)
+
+
 def test_a_depthwise_convolution_in_front_of_a_float_function_is_deployed() -> None:
     needs_executorch()
     torch.manual_seed(0)

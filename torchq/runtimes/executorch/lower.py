@@ -181,6 +181,13 @@ def _with_constants_computed(program: ExportedProgram) -> ExportedProgram:
         library.dequantize_per_tensor.default,
         library.dequantize_per_channel.default,
     }
+    # The pass stores tensors alone: a number is an argument of those that read it.
+    known = passes.get_propagated_const_tensor_dict(program, skipped)
+    numbers = {n: v for n, v in known.items() if not isinstance(v, torch.Tensor)}
+    for node, number in numbers.items():
+        if isinstance(number, (bool, int, float)):
+            node.replace_all_uses_with(number)
+            program.graph.erase_node(node)
     computed: ExportedProgram = passes.constant_prop_pass(
         program, custom_skip_targets=skipped
     )
