@@ -617,3 +617,22 @@ def test_operators_that_come_back_leave_adopted_ranges_apart() -> None:
     for name, quantizer in torchq.workflow.quantizers(model).items():
         if name in amaxes and not name.startswith("quant_"):
             assert torch.equal(quantizer.amax, amaxes[name])
+
+
+@pytest.mark.parametrize("name", list(torchq.runtimes.RUNTIMES))
+def test_every_target_keeps_what_is_adopted(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = Joining(nn.ReLU).eval(), torch.randn(4, 3, 8, 8)
+    theirs = calibrated_as_modelopt(model, x)
+    torchq.adopt_(alone := copy.deepcopy(model), theirs)
+    target = torchq.runtimes.RUNTIMES[name]
+    if target.codes is not None and target.codes.scales is not None:
+        with pytest.raises(ConfigError, match="files have scales in float16; expected"):
+            torchq.adopt_(model, theirs, target=name, example=x)
+        assert not torchq.workflow.is_quantized(model)
+        target = torchq.runtimes.TensorRt(precision="float32")
+    torchq.adopt_(model, theirs, target=target, example=x)
+    torchq.calibrate(model, [x], progress=False)
+    for path, quantizer in torchq.workflow.quantizers(alone).items():
+        assert torch.equal(model.get_submodule(path).amax, quantizer.amax)
+        assert model.get_submodule(path).quantizing

@@ -82,7 +82,8 @@ def adopt_(
     Raises:
         ConfigError: ``other`` is of no known maker or not calibrated, is quantized in a way that
             torchq does not have (blocks, tables, ranges of each call), or is another network; or a
-            target is given without an example. The model stays as it was.
+            target is given without an example, or rounds scales in its files. The model stays as it
+            was.
 
     Example:
         >>> plan = torchq.adopt_(model, quantized_by_modelopt)  # doctest: +SKIP
@@ -102,6 +103,12 @@ def adopt_(
         raise ConfigError(
             f"adopt_: got {got} alone; expected both, or none: a run shows what a runtime needs "
             f"beside the layers. Pass {expected} the model too"
+        )
+    if runtime is not None and runtime.codes and runtime.codes.scales is not None:
+        raise ConfigError(
+            f"adopt_: target: got {runtime.name}, whose files have scales in "
+            f"{runtime.codes.scales}; expected one that keeps adopted scales as they are. Use its "
+            'setting precision="float32", or adopt without a target'
         )
     model = network_of(model)
     graph = network_of(graph)
