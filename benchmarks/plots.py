@@ -81,27 +81,31 @@ def figure(
 def bars(
     place: Any,
     names: Sequence[str],
-    values: Sequence[float],
+    values: Sequence[float | None],
     theme: Theme,
     text: str,
     labels: bool = True,
 ) -> None:
-    """Draw horizontal bars, the first at the top, with their values; torchq's stand out."""
+    """Draw horizontal bars, the first at the top, with their values; torchq's stand out.
+
+    None stands for what was not measured.
+    """
+    lengths = [value or 0.0 for value in values]
     ours = [name.startswith(("torchq", "INT8", "W4A4", "W2A4")) for name in names]
     colours = [theme.accent if is_ours else theme.quiet for is_ours in ours]
     rows = range(len(names), 0, -1)
-    place.barh(list(rows), values, color=colours, height=0.62)
-    for row, value in zip(rows, values, strict=True):
+    place.barh(list(rows), lengths, color=colours, height=0.62)
+    for row, value, length in zip(rows, values, lengths, strict=True):
         place.annotate(
-            text.format(value),
-            (value, row),
+            "none" if value is None else text.format(value),
+            (length, row),
             xytext=(4, 0),
             textcoords="offset points",
             va="center",
         )
     place.set_yticks(list(rows), names if labels else [""] * len(names))
     place.set_xticks([])
-    place.set_xlim(0, 1.22 * max(values))
+    place.set_xlim(0, 1.22 * max(lengths))
     place.tick_params(length=0)
     place.spines["bottom"].set_visible(False)
 
@@ -312,14 +316,17 @@ def accuracy(theme: Theme) -> Any:
         "ResNet-20": "resnet20",
         "MobileNet": "mobilenet",
         "detector": "detector",
+        "BERT": "bert",
+        "ViT": "transformer",
     }
-    fig, axes = figure(theme, len(networks), (8.0, 2.4))
+    fig, axes = figure(theme, len(networks), (11.0, 2.4))
     for place, (title, network) in zip(axes, networks.items(), strict=True):
-        values = []
+        values: list[float | None] = []
         for recipe, method in names.values():
             lookup = {"network": network, "recipe": recipe, "method": method}
             rows = read_results().all("accuracy", **lookup)
-            values.append(mean(100 - answers_kept(row) for row in rows))
+            differing = [100 - answers_kept(row) for row in rows]
+            values.append(mean(differing) if differing else None)
         bars(place, list(names), values, theme, "{:.1f} %", labels=place is axes[0])
         place.set_title(title)
     fig.suptitle("answers of INT8 that differ from FP32, by default")
