@@ -63,7 +63,10 @@ def test_a_batchnorm_that_was_not_folded_keeps_its_layer_in_float(
     )
     with torch.no_grad():
         model[1].running_var.fill_(2.0)
-    pattern = r"stand in front of a BatchNorm that was not folded .* so net\.onnx computes in float"
+    pattern = (
+        r"stand in front of a BatchNorm that was not folded .* so net\.onnx computes in float: "
+        r".*torchq\.fuse_"
+    )
     with pytest.warns(UserWarning, match=pattern):
         report = torchq.export_onnx(
             model, X, tmp_path / "net.onnx", dynamo=True, progress=False

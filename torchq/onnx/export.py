@@ -256,9 +256,14 @@ def export_onnx(
 def _warn_of_float(coverage: Coverage, path: Path) -> None:
     """Warn that a file of a quantized model computes in float for the most part, and why."""
     if coverage.share is not None and coverage.share < _FEW:
+        advice = (
+            "torchq.fuse_(model.eval(), example) folds it and keeps the codes"
+            if coverage.before_norms
+            else "print(torchq.swap.plan_of(model)) says what is quantized"
+        )
         warnings.warn(
             f"export_onnx: {coverage.reason}, so {path.name} computes in float: {coverage}. "
-            "print(report) of quantize_, and torchq.summary(model), say what is quantized",
+            f"{advice}",
             stacklevel=3,
         )
 
