@@ -97,7 +97,7 @@ def bars(
     place.barh(list(rows), lengths, color=colours, height=0.62)
     for row, value, length in zip(rows, values, lengths, strict=True):
         place.annotate(
-            "none" if value is None else text.format(value),
+            "not measured" if value is None else text.format(value),
             (length, row),
             xytext=(4, 0),
             textcoords="offset points",
