@@ -420,15 +420,18 @@ def own_pictures(measured: Measured) -> str:
     for case, draws in cells.items():
         found = [row for row in draws if "same" in row]
         if not found:
-            rows.append((*case, str(len(draws)), draws[-1]["missing"], "", "", ""))
+            rows.append((*case, str(len(draws)), draws[-1]["missing"], *[""] * 4))
             continue
         same, divergence, signal, seconds = (
             mean(row[key] for row in found)
             for key in ("same", "kl", "decibels", "seconds")
         )
-        figures = (f"{same:.1f} %", f"{divergence:.3f}", f"{signal:.1f} dB")
+        # Rows that were measured before clear answers were counted have none.
+        clear = [row["clear"] for row in found if "clear" in row]
+        of_clear = f"{mean(clear):.1f} %" if clear else ""
+        figures = (f"{same:.1f} %", of_clear, f"{divergence:.3f}", f"{signal:.1f} dB")
         rows.append((*case, str(len(found)), *figures, f"{seconds:.0f}"))
-    head = ("bits", "target", "how", "draws", "same", "KL", "outputs", "CPU s")
+    head = ("bits", "target", "how", "draws", "same", "clear", "KL", "outputs", "CPU s")
     return markdown(head, rows)
 
 

@@ -9,8 +9,10 @@ picture that judges also gives random crops, as those of training.
 A cell holds the share of answers of the float network, the mean divergence from its probabilities
 in nats, the ratio of signal to noise of the outputs, and the seconds of all calls after
 ``quantize_``: processor time, and by the clock. ``confidence`` is the mean of the float network's
-largest probability: where it is unsure, the least change turns its answer. With ``--out`` a run
-goes on after the cells that the file has already.
+largest probability: where it is unsure, the least change turns its answer. So ``clear`` is the
+share of answers among pictures where its answer is at least twice as probable as any other, and
+``clear_share`` how many these are. With ``--out`` a run goes on after the cells that the file has
+already.
 
 Example:
     python -m benchmarks.own_pictures --weights FILE --pictures FOLDER --out FILE.jsonl
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 import random
 import time
 import warnings
@@ -45,6 +48,8 @@ Run = Callable[[Tensor], Tensor]
 _ENDINGS = {".jpg", ".jpeg", ".png"}
 _KEY = ("recipe", "target", "method", "draw")
 _BATCH = 32
+#: How many times as probable as the second a clear answer is at least.
+_CLEAR = 2.0
 #: The share of a picture that a random crop shows at least.
 _LEAST_CROP = 0.35
 
@@ -62,6 +67,11 @@ def calibrated(model: nn.Module, batches: list[Tensor]) -> None:
     torchq.calibrate(model, batches, progress=False)
 
 
+def whole_ranges(model: nn.Module, batches: list[Tensor]) -> None:
+    """Calibrate with ranges that hold the largest value of all pictures."""
+    torchq.calibrate(model, batches, method="max", progress=False)
+
+
 def rounded(model: nn.Module, batches: list[Tensor]) -> None:
     """Calibrate, and round the weights by their layers' outputs."""
     torchq.calibrate(model, batches, correct=False, progress=False)
@@ -71,6 +81,7 @@ def rounded(model: nn.Module, batches: list[Tensor]) -> None:
 #: What runs after quantize_.
 METHODS: dict[str, Callable[[nn.Module, list[Tensor]], None]] = {
     "untouched": calibrated,
+    "whole ranges": whole_ranges,
     "gptq_": rounded,
 }
 #: Recipe, target and method of what is measured.
@@ -78,6 +89,8 @@ SETTINGS = [
     ("int8", "none", "untouched"),
     ("int8", "onnxruntime", "untouched"),
     ("int8", "openvino", "untouched"),
+    ("int8", "onnxruntime", "whole ranges"),
+    ("int8", "openvino", "whole ranges"),
     ("w4a8", "none", "untouched"),
     ("w4a8", "none", "gptq_"),
     ("w4a8, mse inputs", "none", "untouched"),
@@ -137,9 +150,13 @@ def nearness(expected: Tensor, found: Tensor) -> dict[str, float]:
     log_chances = expected.log_softmax(1)
     difference = log_chances - found.log_softmax(1)
     divergence = (difference * log_chances.exp()).sum(1).mean()
-    same = (expected.argmax(1) == found.argmax(1)).float().mean()
+    same = (expected.argmax(1) == found.argmax(1)).float()
+    first, second = log_chances.topk(2, dim=1).values.unbind(1)
+    clear = first - second >= math.log(_CLEAR)
     return {
-        "same": round(100 * float(same), 2),
+        "same": round(100 * float(same.mean()), 2),
+        "clear": round(100 * float(same[clear].mean()), 2),
+        "clear_share": round(100 * float(clear.float().mean()), 1),
         "kl": round(float(divergence), 4),
         "decibels": decibels(found, expected),
         "confidence": round(float(log_chances.exp().amax(1).mean()), 3),

@@ -44,7 +44,13 @@ def test_cells_that_a_file_has_are_not_measured_again(
 
     def measure(task: object, *cell: str) -> dict[str, float]:
         measured.append(cell)
-        return {"same": 90.0, "kl": 0.1, "decibels": 10.0, "seconds": 1.0}
+        return {
+            "same": 90.0,
+            "clear": 95.0,
+            "kl": 0.1,
+            "decibels": 10.0,
+            "seconds": 1.0,
+        }
 
     empty = own_pictures.Task(torch.nn.Identity(), [], torch.empty(2), torch.empty(2))
     monkeypatch.setattr(own_pictures, "task", lambda options, draw: empty)
@@ -58,7 +64,9 @@ def test_cells_that_a_file_has_are_not_measured_again(
     assert draws == [0] * len(own_pictures.SETTINGS) + [1] * len(own_pictures.SETTINGS)
     lines = capsys.readouterr().out.strip().splitlines()
     table = lines[-len(own_pictures.SETTINGS) :]
-    assert all("| 2 | 90.0 % | 0.100 | 10.0 dB | 1 |" in line for line in table)
+    assert all(
+        "| 2 | 90.0 % | 95.0 % | 0.100 | 10.0 dB | 1 |" in line for line in table
+    )
 
 
 def test_pictures_are_found_in_folders_and_by_their_endings(tmp_path: Path) -> None:
@@ -84,6 +92,12 @@ def test_nearness_is_what_its_words_say() -> None:
     pairs = zip(expected, found, strict=True)
     alike = [int(a.argmax()) == int(b.argmax()) for a, b in pairs]
     assert figures["same"] == pytest.approx(100 * sum(alike) / 6, abs=0.01)
+    sorted_rows = [sorted(row) for row in expected.softmax(1).tolist()]
+    is_clear = [row[-1] >= 2 * row[-2] for row in sorted_rows]
+    assert 0 < sum(is_clear) < 6
+    clear = [one for one, counts in zip(alike, is_clear, strict=True) if counts]
+    assert figures["clear"] == pytest.approx(100 * sum(clear) / len(clear), abs=0.01)
+    assert figures["clear_share"] == pytest.approx(100 * sum(is_clear) / 6, abs=0.1)
     largest = [max(row) for row in expected.softmax(1).tolist()]
     assert figures["confidence"] == pytest.approx(sum(largest) / 6, abs=1e-3)
     assert own_pictures.nearness(expected, expected)["decibels"] == 200.0
