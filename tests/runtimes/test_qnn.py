@@ -344,7 +344,7 @@ def test_a_binary_that_is_none_is_one_named_error(tmp_path: Path) -> None:
 def test_a_file_of_onnx_does_not_get_the_name_of_a_binary(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"the name of a file that qnn has .*Qnn\(\)\.writers\(\)\['\.qnn'\]",
+        match=r"the name of a file that qnn has .*torchq\.runtimes\.Qnn\(\)\.write_context\(",
     ):
         torchq.export_onnx(quantized(), X, tmp_path / "m.qnn", progress=False)
     assert not list(tmp_path.iterdir())
