@@ -296,6 +296,79 @@ def test_grouped_transposed_convolutions_compute_in_float() -> None:
     )
 
 
+class Audio(nn.Module):
+    """Convolutions over time: with zeros in front, depthwise, folded and unfolded, transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv1d(4, 8, 3, stride=2)
+        self.depthwise = nn.Conv1d(8, 8, 3, dilation=2, groups=8, bias=False)
+        self.pool = nn.MaxPool1d(2, stride=1)
+        self.same = nn.Conv1d(8, 8, 5, padding="same")
+        self.up = nn.ConvTranspose1d(8, 4, 4, stride=2, padding=1)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Conv1d(4, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.first(F.pad(x, (2, 0))))
+        x = F.relu(self.depthwise(F.pad(x, (4, 0))))
+        x = torch.tanh(self.same(self.pool(x)))
+        result: Tensor = self.head(self.norm(self.up(x)).relu())
+        return result
+
+
+def one_code(head: Any) -> float:
+    """Return what one code of its input changes at most: float sums give it at a tie."""
+    weight = head.weight.detach().abs().flatten(1)
+    return float(head.input_quantizer.scale * weight.sum(1).max())
+
+
+AUDIO_IN_FLOAT = {
+    "up": "its result is read in float by batch_norm",
+    "head": "its result is read in float by the output of the model",
+}
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 16), (1, 4, 16)])
+def test_operators_of_one_dimension_have_a_second_one(shape: tuple[int, ...]) -> None:
+    """Rule 8; ExecuTorch would let them compute outside of XNNPACK, or write broken files."""
+    torch.manual_seed(0)
+    x = torch.randn(shape)
+    model = calibrated(Audio(), x)
+    program, found = lower.traced(copy.deepcopy(model), x)
+    kinds = {kind_of(node) for node in program.graph.nodes}
+    assert not {"conv1d", "conv_transpose1d", "max_pool1d"} & kinds
+    assert {path: why for path, why in found.items() if why} == AUDIO_IN_FLOAT
+    off = one_code(model.head)
+    with torch.no_grad():
+        torch.testing.assert_close(program.module()(x), model(x), rtol=0, atol=off)
+
+
+def test_a_convolution_of_one_dimension_takes_one_sample_without_a_batch() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 16)
+    layers = nn.Sequential(nn.Conv1d(4, 8, 3), nn.ReLU(), nn.Conv1d(8, 2, 1))
+    model = calibrated(layers, x)
+    program, found = lower.traced(copy.deepcopy(model), x)
+    assert found["0"] == ""
+    with torch.no_grad():
+        torch.testing.assert_close(program.module()(x), model(x), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular", "zeros"])
+def test_what_is_put_around_an_image_keeps_its_grid(mode: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 8, 8)
+    around = nn.Conv2d(4, 4, 3, padding=1, padding_mode=mode)
+    layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), around, nn.ReLU())
+    model = calibrated(nn.Sequential(*layers, nn.Conv2d(4, 4, 1)), x)
+    program, found = lower.traced(copy.deepcopy(model), x)
+    in_float = {path for path, why in found.items() if why}
+    assert in_float == {"4"} or mode == "circular"
+    with torch.no_grad():
+        torch.testing.assert_close(program.module()(x), model(x), rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("input", "weight", "text"),
     [
@@ -667,6 +740,19 @@ def test_a_model_of_two_inputs_is_deployed() -> None:
         # The mean of the result is float, and added in another order.
         torch.testing.assert_close(deployed(x, y), model(x, y))
         torch.testing.assert_close(deployed(x=y, y=x), model(y, x))
+
+
+def test_convolutions_over_time_run_on_integers() -> None:
+    needs_executorch()
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, 16)
+    model = calibrated(Audio(), x)
+    deployed = torchq.deploy(model, x)
+    assert deployed.report.in_float == AUDIO_IN_FLOAT
+    assert not [name for name in deployed.report.outside if "conv" in name]
+    off = one_code(model.head)
+    with torch.no_grad():
+        torch.testing.assert_close(deployed(x), model(x), rtol=0, atol=off)
 
 
 def test_a_quantized_convolution_outside_of_xnnpack_is_refused(

@@ -13,13 +13,15 @@ not match stays outside, on slow kernels. Rules that it follows, by its source a
 6.  A layer whose result no Q reads has a float weight. Otherwise its DQ stays outside, and portable
     kernels compute **garbage in silence** where the weight has four dimensions.
 7.  What a concatenation reads and returns has one scale; other programs do not load.
+8.  Convolutions have two dimensions. ExecuTorch makes those of one dimension two-dimensional itself
+    by operators between DQ and the convolution, which breaks the pattern.
 
-Rule 8 and 9, on how a program is lowered and what is counted then, are in ``lower.py``.
+Rules 9 and 10, on how a program is lowered and what is counted then, are in ``lower.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -54,6 +56,21 @@ _IDLE = frozenset(
 #: What kernels compute behind a layer -> its ends, where it does not give them.
 _CLAMPS = {"relu": (0.0, None), "relu6": (0.0, 6.0), "hardtanh": (-1.0, 1.0)}
 _TRANSPOSED = frozenset(["conv_transpose1d", "conv_transpose2d"])
+_ATEN = torch.ops.aten
+#: Operators of one dimension -> those of two, and the places of sizes that are 0 along a dimension
+#: of one element; others are 1.
+_WIDER: dict[Any, tuple[Any, tuple[int, ...]]] = {
+    _ATEN.conv1d.default: (_ATEN.conv2d.default, (4,)),
+    _ATEN.conv1d.padding: (_ATEN.conv2d.padding, ()),
+    _ATEN.conv_transpose1d.default: (_ATEN.conv_transpose2d.input, (4, 5)),
+    _ATEN.max_pool1d.default: (_ATEN.max_pool2d.default, (3,)),
+    _ATEN.avg_pool1d.default: (_ATEN.avg_pool2d.default, (3,)),
+    _ATEN.adaptive_avg_pool1d.default: (_ATEN.adaptive_avg_pool2d.default, ()),
+}
+#: How many dimensions a batch and a weight have of a convolution of one dimension.
+_OF_ONE = 3
+#: What the backend computes with the convolution in front of it.
+_BESIDE = frozenset([*_CLAMPS, "batch_norm"])
 #: Layers with a weight at position 1 that have integer kernels.
 _LAYERS = _TRANSPOSED | {"linear", "conv1d", "conv2d"}
 _GROUPS_OF_TRANSPOSED = 6
@@ -83,6 +100,7 @@ def write_form(program: ExportedProgram) -> tuple[ExportedProgram, dict[str, str
     if any(n.op == "call_function" and _is_mutable(n) for n in nodes):
         program = program.run_decompositions({})  # in-place operators become others
     graph = program.graph
+    add_dimension(program)
     keep_dimensions(graph)
     slice_parts(graph)
     remove_idle(graph)
@@ -159,6 +177,30 @@ def _is_mean_of_images(node: Node) -> bool:
     )
 
 
+def _moves(node: object) -> bool:
+    """Return True for operators whose results are elements of what they read."""
+    return kind_of(node) in _MOVING or (
+        kind_of(node) == "pad" and not _pads_with_numbers(node)
+    )
+
+
+def _pads_with_numbers(node: Any) -> bool:
+    """Return True for one number around a tensor, not elements of the tensor itself."""
+    modes = (*node.args[2:3], node.kwargs.get("mode", "constant"))
+    return kind_of(node) == "constant_pad_nd" or (
+        kind_of(node) == "pad" and modes[0] == "constant"
+    )
+
+
+def _pads_with_zeros(node: Any) -> bool:
+    """Return True for zeros around a tensor; every grid has a code for zero."""
+    if not _pads_with_numbers(node):
+        return False
+    place = 2 if kind_of(node) == "constant_pad_nd" else 3
+    values = (*node.args[place : place + 1], node.kwargs.get("value"))
+    return not values[0]
+
+
 def keep_dimensions(graph: fx.Graph) -> None:
     """Let the mean of each channel of an image keep its dimensions: XNNPACK has no other mean.
 
@@ -174,6 +216,78 @@ def keep_dimensions(graph: fx.Graph) -> None:
         node.replace_all_uses_with(view, lambda user, view=view: user is not view)
         view.meta.update(node.meta)
         node.meta = {**node.meta, "val": view.meta["val"].reshape((*flat, 1, 1))}
+
+
+def add_dimension(program: ExportedProgram) -> None:
+    """Give convolutions and pools of one dimension a second one, of one element.
+
+    Before: conv1d -> ReLU. After: view -> conv2d -> ReLU -> view; its stored codes have the
+    dimension too. A ReLU and a BatchNorm stay next to the convolution, which computes them.
+    """
+    _add_dimension_to_codes(program)
+    for node in list(program.graph.nodes):
+        if node.target not in _WIDER:
+            continue
+        wider, zeros = _WIDER[node.target]
+        source, *rest = node.args
+        arguments = [_viewed(source, _as_image(source.meta["val"].shape))]
+        for place, value in enumerate(rest, 1):
+            if isinstance(value, (list, tuple)) and value:
+                value = [*value, 0 if place in zeros else 1]
+            elif place == 1 and value.meta["val"].dim() == _OF_ONE:
+                value = _call_behind(value, _ATEN.unsqueeze.default, value, -1)
+            arguments.append(value)
+        last = node
+        wide = _call_behind(last, wider, *arguments)
+        is_batch = source.meta["val"].dim() == _OF_ONE
+        beside = _BESIDE if is_batch else _CLAMPS.keys()
+        while len(last.users) == 1 and kind_of(next(iter(last.users))) in beside:
+            last = next(iter(last.users))
+            wide = _call_behind(last, last.target, wide, *last.args[1:])
+        _replace(last, _viewed(wide, list(last.meta["val"].shape)))
+    _remove_unused(program.graph)
+
+
+def _as_image(shape: Sequence[int]) -> list[int]:
+    """Return the shape (N, C, L, 1) for (N, C, L), and (1, C, L, 1) for (C, L)."""
+    return [*([1] * (_OF_ONE - len(shape))), *shape, 1]
+
+
+def _viewed(source: Node, shape: list[int]) -> Node:
+    """Return a view of a tensor, which the backend computes, as it does not squeeze one."""
+    return _call_behind(source, _ATEN.view.default, source, shape)
+
+
+def _add_dimension_to_codes(program: ExportedProgram) -> None:
+    """Store weights that only convolutions of one dimension read with one dimension more."""
+    for codes in program.graph.nodes:
+        if codes.op != "placeholder":
+            continue
+        dequantized = list(codes.users)
+        readers = [reader for node in dequantized for reader in node.users]
+        are_weights = all(
+            reader.target in _WIDER and reader.args[1] in dequantized
+            for reader in readers
+        )
+        are_codes = all(
+            kind_of(node).startswith("dequantize_per") and node.args[0] is codes
+            for node in dequantized
+        )
+        if readers and are_weights and are_codes:
+            program.state_dict[_target(program, codes)] = _held(
+                program, codes
+            ).unsqueeze(-1)
+            for node in (codes, *dequantized):
+                node.meta["val"] = node.meta["val"].unsqueeze(-1)
+
+
+def _call_behind(last: Node, operator: Any, *arguments: Any) -> Node:
+    """Return a new call of an operator behind a node, with the origin of this node."""
+    with last.graph.inserting_after(last):
+        call = last.graph.call_function(operator, arguments)
+    values = fx.node.map_arg(arguments, lambda node: node.meta["val"])
+    call.meta.update({**last.meta, "val": operator(*values)})
+    return call
 
 
 def slice_parts(graph: fx.Graph) -> None:
@@ -214,7 +328,7 @@ def _is_idle_clamp(node: Node) -> bool:
     if kind not in _CLAMPS and kind != "clamp":
         return False
     source = node.args[0]
-    while kind_of(source) in _MOVING and kind_of(source) != "cat":
+    while _moves(source) and kind_of(source) != "cat":
         source = source.args[0]
     if not is_dq(source):
         return False
@@ -229,7 +343,8 @@ def _is_idle_clamp(node: Node) -> bool:
 def quantize_in_front_of_moves(graph: fx.Graph) -> None:
     """Let what computes a tensor be read by Q, where that Q stands behind views.
 
-    Before: conv -> view -> Q. A concatenation -> Q, which reads other grids than that of Q.
+    Before: conv -> view -> Q, or zeros around. A concatenation -> Q, which reads other grids than
+    that of Q.
     After: conv -> Q -> DQ -> view -> Q, and as much for all that the concatenation reads. No value
     changes, as every reader of the view is a Q of this grid.
     """
@@ -238,7 +353,8 @@ def quantize_in_front_of_moves(graph: fx.Graph) -> None:
         quantize = pending.pop()
         moved = quantize.args[0]
         grid = _grid(quantize)
-        if kind_of(moved) not in _MOVING or not _all_quantize(moved, grid):
+        keeps_grid = _moves(moved) or _pads_with_zeros(moved)
+        if not keeps_grid or not _all_quantize(moved, grid):
             continue
         for source in dict.fromkeys(_inputs(moved)):
             if not (is_dq(source) and _grid(source) == grid):
@@ -257,8 +373,7 @@ def quantize_behind_moves(graph: fx.Graph) -> None:
     Before: DQ -> view -> anything. After: DQ -> view -> Q -> DQ -> anything. No value changes.
     """
     for node in list(graph.nodes):
-        kind = kind_of(node)
-        if kind not in _MOVING and kind != "relu":
+        if not _moves(node) and kind_of(node) != "relu":
             continue
         sources = _inputs(node)
         if not all(map(is_dq, sources)) or len({_grid(s) for s in sources}) != 1:
@@ -353,7 +468,10 @@ def _why_float(layer: Node) -> str:
         readers = list(readers[0].users)
     if len(readers) != 1 or not is_q(readers[0]):
         named = [
-            kind_of(r) or "the output of the model" for r in readers if not is_q(r)
+            kind_of(r) or "the output of the model"
+            for reader in readers
+            for r in _behind_moves(reader)
+            if not is_q(r)
         ]
         if not named:
             return "its result is quantized with several scales"
@@ -361,9 +479,18 @@ def _why_float(layer: Node) -> str:
     return ""
 
 
+def _behind_moves(reader: Node) -> Iterator[Node]:
+    """Yield what reads the elements that an operator reads, if it moves them; else itself."""
+    if not _moves(reader):
+        yield reader
+        return
+    for behind in reader.users:
+        yield from _behind_moves(behind)
+
+
 def _is_quantized(x: Any) -> bool:
     """Return True for DQ, also with zeros around, which the kernels add."""
-    if kind_of(x) in ("pad", "constant_pad_nd"):
+    if _pads_with_numbers(x):
         x = x.args[0]
     return is_dq(x)
 

@@ -1,7 +1,7 @@
 """From a program in the form of PT2E to a ``.pte`` file whose integer layers XNNPACK computes.
 
-Rule 8 of ``form.py``: without ``executorch.kernels.quantized`` there are no kernels for Q and DQ
-that stay outside. Rule 9: nothing raises when an operator stays outside, so all are counted here.
+Rule 9 of ``form.py``: without ``executorch.kernels.quantized`` there are no kernels for Q and DQ
+that stay outside. Rule 10: nothing raises when an operator stays outside, so all are counted here.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def lowered(
     with quiet():
         exir = import_optional("executorch.exir", "executorch", EXTRA)
         partitioner = import_optional(_PARTITIONER, "executorch", EXTRA)
-        import_optional("executorch.kernels.quantized", "executorch", EXTRA)  # rule 8
+        import_optional("executorch.kernels.quantized", "executorch", EXTRA)  # rule 9
     shapes = tuple(_user_shapes(program))
     try:
         with quiet():
