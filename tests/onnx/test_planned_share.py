@@ -216,6 +216,7 @@ def test_it_is_so_where_calibration_leaves_an_operator_in_float(
     before = check(untouched, batches[0], target, tmp_path)
     # As if the addition cost more than it does.
     monkeypatch.setattr(added_operators, "worst_operators", lambda _: ("quant_add",))
+    monkeypatch.setattr(added_operators, "_LEAST_EXPECTED", -100.0)
     monkeypatch.setattr(added_operators, "_LEAST_GAIN", -100.0)
     model = calibrated(Sums(), batches, target)
     decision = plan_of(model).decision("quant_add")
