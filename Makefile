@@ -75,7 +75,8 @@ test-roads:
 	$(PYTHON) -m venv .venv-roads
 	.venv-roads/bin/pip install -e ".[all,dev,integration,executorch]"
 	.venv-roads/bin/python -m pytest -s tests/roads tests/qat/test_trainers.py \
-		tests/qat/test_vision_trainers.py tests/workflow/test_other_trainers.py
+		tests/qat/test_vision_trainers.py tests/workflow/test_other_trainers.py \
+		tests/compat/test_scripts.py
 
 # The tools that benchmarks compare with, in an environment of its own.
 bench-env:

@@ -8,11 +8,12 @@ program renew a page.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
@@ -385,6 +386,29 @@ def factors(measured: Measured) -> str:
         rows.append((network, target, str(len(tried)), *shown, layers, time))
     head = ("network", "target", "draws", "no factors", "untouched", "NNCF")
     return markdown((*head, "layers with factors", "time"), rows)
+
+
+def minilm(measured: Measured) -> str:
+    """Return a MiniLM for OpenVINO beside NNCF's: means over draws, and their standard errors."""
+    drawn = list(measured.all("sentences"))
+
+    def of(values: Sequence[float], digits: int) -> str:
+        error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+        return f"{mean(values):.{digits}f} ± {error:.{digits}f}"
+
+    rows = []
+    for figure, key, digits in (
+        ("same neighbour, %", "same", 2),
+        ("dB", "decibels", 2),
+    ):
+        own, peer = (
+            [row[f"{name}_{key}"] for row in drawn] for name in ("torchq", "nncf")
+        )
+        ahead = [a - b for a, b in zip(own, peer, strict=True)]
+        rows.append((figure, of(own, digits), of(peer, digits), of(ahead, digits)))
+    ratios = [row["time"] for row in drawn]
+    rows.append(("time at 384 tokens", of(ratios, 3), "1", ""))
+    return markdown((f"{len(drawn)} draws", "torchq", "NNCF", "difference"), rows)
 
 
 def attention(measured: Measured) -> str:
@@ -770,7 +794,7 @@ TABLES: dict[str, Callable[[Measured], str]] = {
     table.__name__: table
     for table in (
         *(overview, fake_quant, qat_step, calibration, fuse, folds, folded_accuracy),
-        *(accuracy, training, methods, factors, attention),
+        *(accuracy, training, methods, factors, minilm, attention),
         *(own_pictures, added_time, zoo),
         *(
             conformance,

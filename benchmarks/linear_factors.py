@@ -60,7 +60,9 @@ class Task:
     answers: Callable[[Tensor], Tensor]
 
 
-def sentences(options: argparse.Namespace, draw: int) -> Task | None:
+def sentences(
+    options: argparse.Namespace, draw: int, count: int = _SENTENCES
+) -> Task | None:
     """Return MiniLM on sentences; None where its weights or transformers are missing."""
     if options.minilm is None or importlib.util.find_spec("transformers") is None:
         return None
@@ -73,8 +75,8 @@ def sentences(options: argparse.Namespace, draw: int) -> Task | None:
     chosen = [s.strip() for s in re.split(r"[.:\n]\s", texts)]
     chosen = sorted({" ".join(s.split()) for s in chosen if 30 < len(s) < 250})
     random.Random(0).shuffle(chosen)
-    test = chosen[:_SENTENCES]
-    pool = chosen[_SENTENCES:]
+    test = chosen[:count]
+    pool = chosen[count:]
     random.Random(draw + 1).shuffle(pool)
 
     def tokens(texts: list[str], size: int) -> list[dict[str, Tensor]]:
@@ -171,8 +173,8 @@ class Compiled(nn.Module):
         return types.SimpleNamespace(last_hidden_state=torch.from_numpy(results[0]))
 
 
-def measure_nncf(task: Task) -> dict[str, Any]:
-    """Return the figures of NNCF's quantizer for OpenVINO."""
+def compiled_by_nncf(task: Task) -> Any:
+    """Return OpenVINO's session of what NNCF's quantizer makes of MiniLM."""
     nncf = importlib.import_module("nncf")
     openvino = importlib.import_module("openvino")
     example = dict(task.batches[0])
@@ -181,13 +183,18 @@ def measure_nncf(task: Task) -> dict[str, Any]:
     def arrays(batch: dict[str, Tensor]) -> dict[str, Any]:
         return {name: x.numpy() for name, x in batch.items()}
 
-    start = time.process_time()
     kind = nncf.ModelType.TRANSFORMER
     data = nncf.Dataset(task.batches, arrays)
     count = len(task.batches)
     result = nncf.quantize(model, data, model_type=kind, subset_size=count)
+    return openvino.compile_model(result, "CPU", {"INFERENCE_NUM_THREADS": 1})
+
+
+def measure_nncf(task: Task) -> dict[str, Any]:
+    """Return the figures of NNCF's quantizer for OpenVINO."""
+    start = time.process_time()
+    compiled = compiled_by_nncf(task)
     seconds = time.process_time() - start
-    compiled = openvino.compile_model(result, "CPU", {"INFERENCE_NUM_THREADS": 1})
     return {**figures(task, Compiled(compiled)), "seconds": round(seconds, 2)}
 
 

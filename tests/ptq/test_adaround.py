@@ -103,7 +103,8 @@ def test_ranges_of_activations_are_learned(symmetric: bool) -> None:
         m.input_quantizer for m in model.modules() if hasattr(m, "input_quantizer")
     ]
     before = [quantizer.range.map(torch.clone) for quantizer in quantizers]
-    adaround_(model, data, steps=20, progress=False)
+    # Few steps learn ranges, but need not bring the outputs nearer to float.
+    adaround_(model, data, steps=20, compare=False, progress=False)
     for end in range(1 if symmetric else 2):
         moved = [
             not torch.equal(quantizer.range[end], old[end])

@@ -52,7 +52,7 @@ _PLACEMENT = Placement(
 )
 # The kernels of CPUs without AMX multiply uint8 by int8, and take zero points. They multiply two
 # activations on integers where neither has a zero point. Depthwise convolutions take scales of
-# channels in no more time.
+# channels too.
 _CODES = Codes(fitted=True, signed_factors=True, by_channel=True)
 _FILE = FileRules(
     float_types=(torch.float32, torch.float16, torch.bfloat16),
