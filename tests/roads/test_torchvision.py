@@ -55,6 +55,12 @@ def test_after_training(tmp_path: Path) -> None:
     torchq.calibrate(network, [images], progress=False)
     detections = detector([torch.rand(3, 96, 96)])
     assert sorted(detections[0]) == ["boxes", "labels", "scores"]
+    torchq.save(network, tmp_path / "maps.pt")
+    fresh = Maps(build(weights=None, weights_backbone=None, num_classes=3).backbone)
+    loaded = torchq.load(fresh.eval(), tmp_path / "maps.pt")
+    with torch.no_grad():
+        assert torch.equal(loaded(images)["0"], network(images)["0"])
+    network = loaded
 
     def error(run: Any) -> float:
         return float((run(images) - in_float).norm() / in_float.norm())
