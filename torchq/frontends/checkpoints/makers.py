@@ -43,7 +43,7 @@ class Grid:
 
     @property
     def numbers(self) -> Hashable:
-        """What is equal for grids of the same numbers, and hashable."""
+        """The numbers of the grid as a key: equal for equal grids."""
         held = (getattr(self, name) for name in _NUMBERS)
         texts = ("" if tensor is None else repr(tensor.tolist()) for tensor in held)
         return self.descriptor, *texts

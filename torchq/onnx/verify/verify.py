@@ -604,10 +604,8 @@ class _File:
         self._model = model
         self._ran: Ran | None = None
         self._called: dict[str, None] = {}
-        # Calls without a pair in the file; those of them that were tried; whose results none reads.
+        # Calls on one batch that have no pair in the file.
         self._lost: set[str] = set()
-        self._tried: set[str] = set()
-        self._unread: set[str] = set()
         self._damages_lost = False
 
     @property
@@ -704,14 +702,14 @@ class _File:
         if not self._named:
             return
         self._ran = self._exposed.run(feeds)
+        self._lost = set()
         outputs = self._ran.outputs
         try:
             expected = _results(model, batch)
         finally:
             self._ran = None
-        if self._lost - self._tried:
-            self._excuse_unread(model, batch)
-            self._tried |= self._lost
+        if self._lost and self._is_read(model, batch):
+            self._faults |= dict.fromkeys(self._lost, "is not in the file")
         absent = [name for name in self._codes if name not in self._called]
         if absent:
             raise ExportError(
@@ -723,12 +721,12 @@ class _File:
             for row, want, got in add_rows:
                 row.add_output(want, got)
 
-    def _excuse_unread(self, model: nn.Module, batch: object) -> None:
-        """Find no fault with calls that the file lacks, if the outputs do not depend on them.
+    def _is_read(self, model: nn.Module, batch: object) -> bool:
+        """Return True if the outputs depend on the calls that the file lacks.
 
         torch leaves out what nothing reads, such as the sum of a last block that hands on another
-        value. So what these calls return is replaced by other values, which must leave the outputs
-        as they are.
+        value. So what these calls return is replaced by other values, which leave the outputs as
+        they are where nothing reads them.
         """
         expected = _results(model, batch)
         self._damages_lost = True
@@ -737,10 +735,7 @@ class _File:
         finally:
             self._damages_lost = False
         pairs = zip(expected, damaged, strict=True)
-        if all(torch.equal(*pair) for pair in pairs):
-            self._unread |= self._lost
-            for name in self._lost:
-                self._faults.pop(name, None)
+        return not all(torch.equal(*pair) for pair in pairs)
 
     def note(
         self, name: str, quantizer: TensorQuantizer, x: Tensor, out: Tensor
@@ -754,9 +749,8 @@ class _File:
         if not quantizer.quantizing:
             return out
         in_file = self._merged.get(name, name)
-        if in_file not in self._in_file and name not in self._unread:
+        if in_file not in self._in_file and name not in self._faults:
             self._lost.add(name)
-            self._faults[name] = "is not in the file"
         if in_file not in self._qparams:
             return out
         x = quantizer.scaled(x)

@@ -55,7 +55,6 @@ _IDLE = frozenset(
 )
 #: What kernels compute behind a layer -> its ends, where it does not give them.
 _CLAMPS = {"relu": (0.0, None), "relu6": (0.0, 6.0), "hardtanh": (-1.0, 1.0)}
-_TRANSPOSED = frozenset(["conv_transpose1d", "conv_transpose2d"])
 _ATEN = torch.ops.aten
 #: Operators of one dimension -> those of two, and the places of sizes that are 0 along a dimension
 #: of one element; others are 1.
@@ -71,8 +70,9 @@ _WIDER: dict[Any, tuple[Any, tuple[int, ...]]] = {
 _OF_ONE = 3
 #: What the backend computes with the convolution in front of it.
 _BESIDE = frozenset([*_CLAMPS, "batch_norm"])
+_TRANSPOSED = "conv_transpose2d"
 #: Layers with a weight at position 1 that have integer kernels.
-_LAYERS = _TRANSPOSED | {"linear", "conv1d", "conv2d"}
+_LAYERS = frozenset(["linear", "conv2d", _TRANSPOSED])
 _GROUPS_OF_TRANSPOSED = 6
 
 
@@ -186,10 +186,10 @@ def _moves(node: object) -> bool:
 
 def _pads_with_numbers(node: Any) -> bool:
     """Return True for one number around a tensor, not elements of the tensor itself."""
+    if kind_of(node) != "pad":
+        return kind_of(node) == "constant_pad_nd"
     modes = (*node.args[2:3], node.kwargs.get("mode", "constant"))
-    return kind_of(node) == "constant_pad_nd" or (
-        kind_of(node) == "pad" and modes[0] == "constant"
-    )
+    return bool(modes[0] == "constant")
 
 
 def _pads_with_zeros(node: Any) -> bool:
@@ -459,7 +459,7 @@ def _why_float(layer: Node) -> str:
         return f"XNNPACK has no integer kernel for {kind or layer.name}"
     if not _is_quantized(layer.args[0]):
         return "its input is not quantized"
-    if kind in _TRANSPOSED:
+    if kind == _TRANSPOSED:
         groups = (*layer.args, 1)[_GROUPS_OF_TRANSPOSED] if len(layer.args) > 6 else 1
         if groups > 1 and kind_of(weight) == "dequantize_per_channel":
             return "XNNPACK takes one scale for the weight of a transposed convolution with groups"
@@ -489,7 +489,7 @@ def _behind_moves(reader: Node) -> Iterator[Node]:
 
 
 def _is_quantized(x: Any) -> bool:
-    """Return True for DQ, also with zeros around, which the kernels add."""
+    """Return True for DQ, also with a number around, which the kernels add."""
     if _pads_with_numbers(x):
         x = x.args[0]
     return is_dq(x)

@@ -76,11 +76,7 @@ class ExecuTorch(FileEngine):
     # What is concatenated must have one scale, so no pass separates ranges.
     planning: tuple[PlanPass, ...] = (partial(quantize_results, linear=True),)
     judging: tuple[PlanPass, ...] = (
-        partial(
-            float_kernels,
-            to_codes=_TO_CODES,
-            never=_NEVER,
-        ),
+        partial(float_kernels, to_codes=_TO_CODES, never=_NEVER),
     )
     codes: Codes | None = _CODES
     kernels: frozenset[str] = frozenset(["rows", "clips", "moves", "transposed"])
