@@ -24,7 +24,7 @@ import torchq
 from torchq.errors import ExportError
 from torchq.graph import with_copies
 from torchq.lowering.kernel import saturates
-from torchq.nn import quantizing_only
+from torchq.nn import switched_off
 from torchq.swap.same_results import difference, leaves
 from torchq.utils import random_kept, unfused_attention
 
@@ -62,7 +62,7 @@ def lost_by_conversion(
         m for net in (plain, converted) for m in net.modules() if is_quantizer(m)
     ]
     for number, x in enumerate(inputs):
-        with quantizing_only(quantizers):
+        with switched_off(quantizers):
             problem = difference(
                 *(results(net, x, calls=2) for net in (plain, converted))
             )
@@ -111,7 +111,7 @@ def harm_of_correction(
 ) -> str:
     """Return how much worse the correction makes the outputs on the batch that it is fitted on."""
     # A float network may have quantizers of its author, which both versions are without in float.
-    with quantizing_only([m for m in plain.modules() if is_quantizer(m)]):
+    with switched_off([m for m in plain.modules() if is_quantizer(m)]):
         expected = [x for x in results(plain, batch) if isinstance(x, Tensor)]
     errors = []
     for correct in (True, False):

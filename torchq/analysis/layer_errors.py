@@ -26,7 +26,7 @@ from torchq.analysis.outputs import (
 from torchq.errors import CalibrationError
 from torchq.fusion.modules import is_layer
 from torchq.graph import Forward, call_model, floats_in, results_in
-from torchq.nn import TensorQuantizer, quantizing_only
+from torchq.nn import TensorQuantizer, switched_off, switched_on
 from torchq.nn.integer_kernel import kernels_off
 from torchq.swap import plan_of
 from torchq.workflow.two_versions import computing_alone_in_float
@@ -395,7 +395,7 @@ class _Record:
         if not kwargs:
             args = _part_of_call(self.layer, args, output)
         with (
-            quantizing_only(layer_quantizers, layer_quantizers),
+            switched_on(layer_quantizers),
             utils.watching(self._watched()),
         ):
             # The forward itself: hooks, such as this one, have run around it.
@@ -472,11 +472,11 @@ class _Measurement:
         """Run one batch: float, with each layer alone beside it, and then quantized."""
         start = utils.RandomState.now()
         watched = [(r.layer.module, r.after_float) for r in self.records]
-        with quantizing_only(self.active), utils.watching(watched):
+        with switched_off(self.active), utils.watching(watched):
             expected = [tensor.clone() for tensor in results_in(call())]
         start.restore()  # Both draw the same random numbers.
         compared = [(r.layer.module, r.after_quantized) for r in self.records]
-        with quantizing_only(self.active, self.active), utils.watching(compared):
+        with switched_on(self.active), utils.watching(compared):
             quantized = results_in(call())
         for place, (value, reference) in enumerate(
             zip(quantized, expected, strict=False)
@@ -497,7 +497,7 @@ class _Measurement:
     ) -> None:
         """Run the first batch with the operators beside layers in float."""
         with (
-            quantizing_only(self.active, self.active),
+            switched_on(self.active),
             computing_alone_in_float(self.operators),
             kernels_off(self.model),
         ):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError
 from torchq.graph.operators import LAYERS
-from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
+from torchq.nn import QuantModule, TensorQuantizer, switched_off
 from torchq.nn.calls.modules import RoutedModule
 from torchq.nn.calls.routes import site_descriptors
 from torchq.nn.correction import corrected_layers
@@ -172,7 +172,7 @@ def passing(model: nn.Module) -> Iterator[None]:
             for layer in corrected_layers(model):
                 stack.enter_context(state_kept(layer))
                 layer.forget_correction()
-            stack.enter_context(quantizing_only(all_quantizers, active))
+            stack.enter_context(switched_off(all_quantizers, but=active))
             yield
     finally:
         for quantizer, delegate in before:

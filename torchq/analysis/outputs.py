@@ -16,7 +16,7 @@ from torchq.analysis.detections import Detections
 from torchq.analysis.layers import active_quantizers
 from torchq.errors import ConfigError
 from torchq.graph import Forward, call_model, results_in, tensors_in
-from torchq.nn import quantizing_only
+from torchq.nn import switched_off
 from torchq.utils import RandomState, device_of, network_of, progress_bar, untouched
 
 #: What Transformers ("logits", "logits_per_image") and torchvision ("out") call scores of classes.
@@ -369,12 +369,12 @@ def compare_outputs(
             batches, description="compare outputs", enabled=progress
         ):
             start = RandomState.now()
-            with quantizing_only(active):
+            with switched_off(active):
                 expected = call(batch)
             start.restore()  # Both draw the same random numbers.
             _add_figures(sums, chosen, call(batch), expected, batch)
         if isinstance(chosen, Evaluation):
-            with quantizing_only(active):
+            with switched_off(active):
                 scores[0] = chosen.of(model)
             scores[1] = chosen.of(model)
     if isinstance(chosen, (Score, Detections)) and sums:

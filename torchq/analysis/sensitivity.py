@@ -38,7 +38,7 @@ from torchq.analysis.outputs import (
 )
 from torchq.errors import CalibrationError, ConfigError
 from torchq.graph import Forward, call_model, floats_in, map_tensors
-from torchq.nn import TensorQuantizer, quantizing_only
+from torchq.nn import TensorQuantizer, switched_off, switched_on
 from torchq.utils import (
     RandomState,
     check_batches,
@@ -455,7 +455,10 @@ class _Run:
                 else:
                     start.restore()
                 noted = self._noting(reached) if name == _EVERYTHING else ()
-                with quantizing_only(active, cases[name]), watching(noted, before=True):
+                with (
+                    switched_off(active, but=cases[name]),
+                    watching(noted, before=True),
+                ):
                     output = self.call(batch)
                 expected = output if name == _NOTHING else expected
                 add_sums(sums, name, metric.sums(output, expected, batch))
@@ -492,7 +495,7 @@ class _Run:
             list(cases), description=_WHERE, unit="run", enabled=self.progress
         )
         for name in shown:
-            with quantizing_only(active, cases[name]):
+            with switched_off(active, but=cases[name]):
                 values[name] = metric.of(self.model)
         return values
 
@@ -506,7 +509,7 @@ class _Run:
         shown = progress_bar(
             batches, description=_WHERE, most=most, enabled=self.progress
         )
-        with quantizing_only(active_quantizers(self.model)):
+        with switched_off(active_quantizers(self.model)):
             return _required(fisher_costs(self.call, shown, disturbances)) | {
                 _NOTHING: 0.0
             }
@@ -546,7 +549,7 @@ def _run_with(
     kwargs: dict[str, object],
 ) -> object:
     """Call a module by itself with some quantizers on."""
-    with quantizing_only(chosen, chosen):
+    with switched_on(chosen):
         return module.forward(*args, **kwargs)
 
 

@@ -86,7 +86,7 @@ from torchq.nn.modules.operators import (
 )
 from torchq.nn.modules.recurrent import QuantGRU, QuantLSTM, QuantRecurrent, QuantRNN
 from torchq.nn.shared_quantizers import share_quantizers_, shared_groups
-from torchq.nn.switches import quantizing_only
+from torchq.nn.switches import switched_off, switched_on
 from torchq.nn.tensor_quantizer import TensorQuantizer
 
 __all__ = [
@@ -154,12 +154,13 @@ __all__ = [
     "TensorQuantizer",
     "convert_",
     "freeze_norm_",
-    "quantizing_only",
     "quantized_as",
     "quantized_class",
     "register",
     "revert_",
     "share_quantizers_",
     "shared_groups",
+    "switched_off",
+    "switched_on",
     "unfreeze_norm_",
 ]

@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 
 from torchq.errors import CalibrationError, ConfigError
 from torchq.graph import call_arguments
-from torchq.nn import quantizing_only
+from torchq.nn import switched_off
 from torchq.utils import untouched
 from torchq.workflow import quantizers, weight_quantizers
 
@@ -107,7 +107,7 @@ def _read(model: fx.GraphModule, example: object) -> dict[str, list[list[str]]]:
     }
     names_by_path: dict[str, list[list[str]]] = {path: [] for path in watched}
     run = _Named(model)
-    with untouched(model), quantizing_only(quantizers(model).values()), torch.no_grad():
+    with untouched(model), switched_off(quantizers(model).values()), torch.no_grad():
         handles = [
             quantizer.register_forward_pre_hook(
                 lambda _, args, path=path: names_by_path[path].append(

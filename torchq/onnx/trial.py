@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from torchq.graph import call_model
-from torchq.nn import quantizing_only
+from torchq.nn import switched_off
 from torchq.utils import evaluating, state_kept
 from torchq.workflow import quantizers
 
 
 def run_in_float(model: nn.Module, example: object) -> Any:
     """Return what a model computes in eval mode with its quantizers off; it keeps its state."""
-    in_float = quantizing_only(quantizers(model).values())
+    in_float = switched_off(quantizers(model).values())
     with torch.no_grad(), state_kept(model), evaluating(model), in_float:
         return call_model(model, example)

@@ -20,7 +20,7 @@ from torch import nn
 from torchq.fusion.modules import is_layer
 from torchq.graph import Call, Flow, is_torch_leaf, record
 from torchq.graph.operators import DROPOUTS, POOLS
-from torchq.nn import QuantModule, quantizing_only
+from torchq.nn import QuantModule, switched_off
 from torchq.ptq.layers import (
     change_checked,
     check_not_calibrated,
@@ -139,7 +139,7 @@ def equalize_(
     with (
         torch.no_grad(),
         evaluating(model),
-        quantizing_only(quantizers(model).values()),
+        switched_off(quantizers(model).values()),
     ):
         flow = record(
             model, example, lambda m: is_torch_leaf(m) or isinstance(m, QuantModule)

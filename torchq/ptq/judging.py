@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchq.graph import Forward
-from torchq.nn import quantizing_only
+from torchq.nn import switched_off
 from torchq.ptq.layers import own_tensors
 from torchq.utils import device_of, kept_batches, undone_on_error
 from torchq.workflow import quantizers
@@ -57,7 +57,7 @@ class Judge:
         if not self._compares:
             yield
             return
-        with quantizing_only(quantizers(self._model).values()):
+        with switched_off(quantizers(self._model).values()):
             exact = self._results()
         before = self._results()
         written = own_tensors(self._model.modules())

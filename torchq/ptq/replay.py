@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchq.errors import ConfigError
 from torchq.graph import Forward, call_model, is_torch_leaf, map_tensors, record
-from torchq.nn import Add, quantizing_only
+from torchq.nn import Add, switched_off
 from torchq.ptq.layers import first_input, in_order
 from torchq.utils import (
     Pattern,
@@ -330,7 +330,7 @@ class Replay:
         return calls
 
     def _floating(self) -> Any:
-        return quantizing_only(quantizers(self.model).values())
+        return switched_off(quantizers(self.model).values())
 
     def use_blocks(self, blocks: Sequence[Block]) -> None:
         """Make ``blocks`` the blocks of the model, in running order; none is finished."""

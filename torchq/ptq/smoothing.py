@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from torchq.errors import ConfigError
 from torchq.graph import Call, Flow, Forward, call_model, is_torch_leaf, record
-from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
+from torchq.nn import QuantModule, TensorQuantizer, switched_off, switched_on
 from torchq.ptq.layers import (
     SHARED,
     change_checked,
@@ -170,7 +170,7 @@ def smooth_(
     with (
         torch.no_grad(),
         evaluating(model),
-        quantizing_only(quantizers(model).values()),
+        switched_off(quantizers(model).values()),
     ):
         groups, skipped = _find_groups(model, kept_list[0], behind == "anything")
         check_found("smooth_", groups, skipped, "quantized Linear layers behind a norm")
@@ -388,8 +388,7 @@ def _error(layer: Any, x: Tensor, factors: Tensor) -> float:
     weight = layer.weight.detach().float()
     pair = pair_of(layer)
     pair_quantizers = [q for q in pair if isinstance(q, TensorQuantizer)]
-    with quantizing_only(
-        pair_quantizers, pair_quantizers
-    ):  # Before calibration they take the range of each call.
+    with switched_on(pair_quantizers):
+        # Before calibration they take the range of each call.
         output = pair[0](x / factors) @ pair[1](weight * factors).t()
     return float((output - x @ weight.t()).square().sum())

@@ -16,7 +16,7 @@ from torchq.descriptor import QuantDescriptor
 from torchq.fusion.modules import is_norm
 from torchq.fusion.pairs import Pair, find_flow, find_pairs
 from torchq.graph import Flow
-from torchq.nn import QuantModule, TensorQuantizer, quantized_class, quantizing_only
+from torchq.nn import QuantModule, TensorQuantizer, quantized_class, switched_off
 from torchq.nn.batchnorm_folding import OutputScaling
 from torchq.swap.apply import class_name
 from torchq.utils import modules_with_names, untouched
@@ -52,7 +52,7 @@ def folding_pairs(
     if not any(map(is_norm, model.modules())):
         return []
     quantizers = [m for m in model.modules() if isinstance(m, TensorQuantizer)]
-    with quantizing_only(quantizers), untouched(model):
+    with switched_off(quantizers), untouched(model):
         try:
             flow, _ = find_flow(model, example, recorded)
         except Exception:  # fuse_ will say that it cannot follow the model

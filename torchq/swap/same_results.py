@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from torchq.errors import QuantizationError
 from torchq.graph import call_arguments, with_copies
-from torchq.nn import TensorQuantizer, quantizing_only
+from torchq.nn import TensorQuantizer, switched_off
 from torchq.nn.convert import float_class_of
 from torchq.nn.optional_buffers import OPTIONAL
 from torchq.swap.plan import Plan
@@ -43,7 +43,7 @@ _DEEPEST = 4
 def computing_in_float(model: nn.Module) -> Iterator[None]:
     """Let a model compute with all quantizers off, in eval mode; give its state back at the end."""
     quantizers = [m for m in model.modules() if isinstance(m, TensorQuantizer)]
-    with quantizing_only(quantizers), untouched(model):
+    with switched_off(quantizers), untouched(model):
         yield
 
 

@@ -39,7 +39,7 @@ from torchq.graph import (
     tensors_in,
     with_copies,
 )
-from torchq.nn import Tap, TensorQuantizer, quantizing_only
+from torchq.nn import Tap, TensorQuantizer, switched_off
 from torchq.nn.convert import unchanged_on_error
 from torchq.nn.integer_kernel import kernels_off
 from torchq.runtime import runtime_with
@@ -203,7 +203,7 @@ class Sample:
         """Return this with what the float model gives for it, if it is not known yet."""
         if self.exact:
             return self
-        with quantizing_only(quantizers(model).values()):
+        with switched_off(quantizers(model).values()):
             return replace(self, exact=self.call(model))
 
 
@@ -253,7 +253,7 @@ def arguments_of(runs: Runs, batch: object) -> tuple[tuple[Any, ...], dict[str, 
         calls.append(with_copies((args, kwargs)))
 
     off = quantizers(runs.model).values()
-    with quantizing_only(off), watching([(runs.model, see)], before=True):
+    with switched_off(off), watching([(runs.model, see)], before=True):
         runs.call(batch)
     if not calls:
         raise _NotCalled

@@ -16,7 +16,7 @@ from torchq import utils
 from torchq.calib import methods, sync
 from torchq.errors import CalibrationError, ConfigError
 from torchq.graph import Forward
-from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
+from torchq.nn import QuantModule, TensorQuantizer, switched_off
 from torchq.nn.correction import forget_corrections
 from torchq.nn.integer_kernel import evaluation_of
 from torchq.swap.apply import recorded_plans
@@ -563,7 +563,7 @@ def _observing(
     options: Mapping[str, object],
 ) -> Iterator[None]:
     """Let the chosen quantizers observe and none of the model quantize, in eval mode."""
-    with utils.evaluating(model), quantizing_only(quantizers(model).values()):
+    with utils.evaluating(model), switched_off(quantizers(model).values()):
         try:
             for quantizer in chosen.values():
                 quantizer.start_calibration(method, **options)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from torchq.errors import CalibrationError
 from torchq.formats import PerAxis
-from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
+from torchq.nn import QuantModule, TensorQuantizer, switched_off
 from torchq.nn.correction import Corrected, forget_corrections, without_corrections
 from torchq.utils import (
     RandomState,
@@ -267,7 +267,7 @@ def _outputs(runs: Runs, most: int | None, *, in_float: bool = False) -> Outputs
     off = list(quantizers(runs.model).values()) if in_float else []
 
     def step(number: int, batch: object) -> None:
-        with quantizing_only(off):
+        with switched_off(off):
             outputs.add(Fingerprint(batch), runs.call(batch))
 
     runs.again(step, most)
@@ -302,7 +302,7 @@ def _compared(
         reference = floats.of(number, fingerprint)
         before = plain.of(number, fingerprint)
         if reference is None:
-            reference = shortened(other(batch, quantizing_only(all_quantizers)))
+            reference = shortened(other(batch, switched_off(all_quantizers)))
         if before is None:
             before = shortened(other(batch, without_corrections(model)))
         sums.add(reference, before, shortened(runs.call(batch)))

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from torchq.errors import ConfigError
-from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
+from torchq.nn import QuantModule, TensorQuantizer, switched_off
 from torchq.nn.convert import float_class_of
 from torchq.utils import Pattern, check_pattern, matches, network_of, pattern_text
 
@@ -127,7 +127,7 @@ def disabled(
         off quantize
     """
     chosen = list(select_quantizers(model, patterns).values())
-    with quantizing_only(chosen):
+    with switched_off(chosen):
         yield
 
 

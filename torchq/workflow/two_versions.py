@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchq.graph import floats_in, map_tensors, tensors_in
-from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
+from torchq.nn import QuantModule, TensorQuantizer, switched_off
 from torchq.utils import repeated_draws
 
 #: Functions of values and their places -> where they take the dimension. The places are those of
@@ -170,7 +170,7 @@ def float_call(
     inner_quantizers = [
         part for part in module.modules() if isinstance(part, TensorQuantizer)
     ]
-    with quantizing_only(inner_quantizers):
+    with switched_off(inner_quantizers):
         return forward(*args, **kwargs)
 
 

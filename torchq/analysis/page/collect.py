@@ -44,7 +44,7 @@ from torchq.calib import Calibrator
 from torchq.errors import CalibrationError, ConfigError, TorchqError
 from torchq.formats import PerTensor
 from torchq.graph import Forward, call_arguments, call_model
-from torchq.nn import QuantModule, TensorQuantizer, quantizing_only
+from torchq.nn import QuantModule, TensorQuantizer, switched_off
 from torchq.runtime import planned_runtime, planned_target
 from torchq.runtimes.beside_float import speed
 from torchq.runtimes.timing import can_be_timed
@@ -157,7 +157,7 @@ def _facts(
     run: Callable[[Any], object],
 ) -> dict[str, LayerFacts]:
     """Return sizes and multiplications of layers; the model runs in float on one batch."""
-    with untouched(model), quantizing_only(active_quantizers(model)):
+    with untouched(model), switched_off(active_quantizers(model)):
         names = [layer.name for layer in layers]
         return gather_facts(model, names, partial(run, batch), batch_size(batch))
 

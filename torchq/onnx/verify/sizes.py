@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torchq.errors import TorchqError
 from torchq.graph import call_arguments, call_model, map_tensors
-from torchq.nn import quantizing_only
+from torchq.nn import switched_off
 from torchq.onnx.interface import input_names_of, nested_tensors
 from torchq.onnx.ir import Model, first_line
 from torchq.onnx.verify.report import Verdict
@@ -99,7 +99,7 @@ class Sizes:
     ) -> Verdict:
         try:
             other = resized(self._model, batch, self._inputs, places)
-            with quantizing_only(quantizers(self._model).values()):
+            with switched_off(quantizers(self._model).values()):
                 call_model(self._model, other)
         except Exception as error:  # A model may refuse a length in any way it likes.
             return Verdict(what, None, f"the model refuses it ({first_line(error)})")

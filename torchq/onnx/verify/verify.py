@@ -17,7 +17,7 @@ from torchq.errors import ConfigError, ExportError, TorchqError
 from torchq.formats import SCALE_TYPES
 from torchq.graph import call_arguments, call_model, tensors_in
 from torchq.graph.operators import BATCH_NORMS
-from torchq.nn import TensorQuantizer, quantizing_only
+from torchq.nn import TensorQuantizer, switched_off
 from torchq.nn.correction import folded_corrections
 from torchq.nn.integer_bias import rounded_biases
 from torchq.onnx.coverage import Coverage
@@ -214,7 +214,7 @@ def _verified(
 
         def in_float(batch: Any) -> list[Tensor]:
             """Return the results of the float model."""
-            with unfolded(), quantizing_only(quantizers(model).values()):
+            with unfolded(), switched_off(quantizers(model).values()):
                 return _results(model, batch)
 
         for file in comparison.compared:
@@ -256,7 +256,7 @@ def _beside_float(model: nn.Module, batch: Any) -> float | None:
         return None
     with torch.no_grad(), evaluating(model):
         simulated = _results(model, batch)
-        with quantizing_only(quantizers(model).values()):
+        with switched_off(quantizers(model).values()):
             in_float = _results(model, batch)
     found = []
     for want, got in zip(in_float, simulated, strict=True):
