@@ -625,6 +625,7 @@ def test_every_target_keeps_what_is_adopted(name: str) -> None:
     model, x = Joining(nn.ReLU).eval(), torch.randn(4, 3, 8, 8)
     theirs = calibrated_as_modelopt(model, x)
     torchq.adopt_(alone := copy.deepcopy(model), theirs)
+    layers = {d.name for d in plan_of(alone).replaced}
     target = torchq.runtimes.RUNTIMES[name]
     if target.codes is not None and target.codes.scales is not None:
         with pytest.raises(ConfigError, match="files have scales in float16; expected"):
@@ -633,6 +634,10 @@ def test_every_target_keeps_what_is_adopted(name: str) -> None:
         target = torchq.runtimes.TensorRt(precision="float32")
     torchq.adopt_(model, theirs, target=target, example=x)
     torchq.calibrate(model, [x], progress=False)
+    for adopted in (alone, model):
+        plan = plan_of(adopted)
+        assert {d.name for d in plan.replaced if d.adopted} == layers
+        assert torchq.swap.Plan.from_dict(plan.to_dict()) == plan
     for path, quantizer in torchq.workflow.quantizers(alone).items():
         assert torch.equal(model.get_submodule(path).amax, quantizer.amax)
         assert model.get_submodule(path).quantizing

@@ -162,6 +162,7 @@ def _explained_alone(now: Decision, old: Decision) -> Decision:
             noise=old.noise,
             left_float=old.left_float,
             factors=old.factors,
+            adopted=old.adopted,
             float_kernel=old.float_kernel,
             by=old.by,
             note=old.note,
@@ -172,7 +173,8 @@ def _explained_alone(now: Decision, old: Decision) -> Decision:
     if separated.outcome[1:] != old.outcome[1:]:
         return now
     note = "its one weight scale became one per output channel, as a BatchNorm was folded into it"
-    return replace(now, float_kernel=old.float_kernel, by=old.by, note=note)
+    explained = replace(now, float_kernel=old.float_kernel, by=old.by, note=note)
+    return replace(explained, adopted=old.adopted)
 
 
 def as_it_is(model: nn.Module) -> Plan:

@@ -7,9 +7,6 @@ from dataclasses import dataclass, field, replace
 
 from torchq.swap.plan import Decision, Plan
 
-#: The name of the rules of a model whose quantizers another maker chose.
-ADOPTED = "adopted"
-
 
 @dataclass(frozen=True)
 class Held:
@@ -37,7 +34,7 @@ def layers_kept(plan: Plan, decided: Mapping[str, Decision]) -> Plan:
         if first is not None:
             note = d.note if d.input == first.input else ""
             d = replace(d, input=first.input, weight=first.weight, reason="", note=note)
-            d = replace(d, by=first.by, signed=(), unsigned=())
+            d = replace(d, by=first.by, signed=(), unsigned=(), adopted=True)
         rows.append(d)
     return replace(plan, decisions=tuple(rows))
 

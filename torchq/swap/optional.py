@@ -26,7 +26,6 @@ from torchq.swap.apply import (
     quantizer_slots,
 )
 from torchq.swap.facts import Facts
-from torchq.swap.held import ADOPTED
 from torchq.swap.passes import kernel_passes, share_ranges
 from torchq.swap.plan import Decision, Plan, canonical_groups
 from torchq.utils import set_submodule
@@ -92,7 +91,7 @@ class Replanning:
             path: q.given_descriptor.replace(name=None)
             for path, q in quantizer_slots(model)
         }
-        held = _held(model, plan, facts) if plan.recipe == ADOPTED else {}
+        held = _held(model, plan, facts)
         facts = replace(facts, descriptors=descriptors, held=held)
         return cls(as_planned(plan), facts, runtime)
 
@@ -175,8 +174,7 @@ class Replanning:
 def _held(model: nn.Module, plan: Plan, facts: Facts) -> dict[str, Hashable]:
     """Return the quantizers of inputs whose ranges another maker chose, with these."""
     known = dict(quantizer_slots(model))
-    # Rules of what was adopted name layers, those of a target the types of operators.
-    adopted = [d for d in plan.replaced if d.by.startswith("re:")]
+    adopted = [d for d in plan.replaced if d.adopted]
     slots = [slot for d in adopted for slot in facts.inputs.get(d.name, ()) if slot]
     return {slot: _numbers(known[slot]) for slot in slots if slot in known}
 

@@ -100,6 +100,7 @@ class Decision:
             their power, as calibration estimates it; None before that.
         left_float: the slots that calibration turned off, as they cost too much at the outputs.
         factors: those that its quantizers hold, where calibration chose them.
+        adopted: another maker chose its quantizers and their ranges, for good.
         float_kernel: why the target computes it in float all the same, with the values of its
             codes; empty where it has an integer kernel.
         reason: why it stays float; empty where it is quantized.
@@ -125,6 +126,7 @@ class Decision:
     noise: float | None = None
     left_float: tuple[str, ...] = ()
     factors: Factors | None = None
+    adopted: bool = False
     float_kernel: str = ""
     reason: str = ""
     by: str = ""

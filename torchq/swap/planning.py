@@ -167,7 +167,11 @@ def _carried_out_(
 
 
 def quantize_around_(
-    model: nn.Module, config: QuantConfig, held: Held, target: Runtime, example: object
+    model: nn.Module,
+    config: QuantConfig,
+    held: Held,
+    target: Runtime | None,
+    example: object,
 ) -> Plan:
     """Quantize the layers of another maker, and beside them what a target needs, in place.
 
@@ -176,7 +180,7 @@ def quantize_around_(
         config: the rules for these layers; of what is added, the form is that of the first input.
         held: which layers they are, and their ranges. No pass of the target changes them, and no
             other range is joined with one of theirs.
-        target: the runtime.
+        target: the runtime; None adds nothing.
         example: as for :func:`plan`.
 
     Returns:

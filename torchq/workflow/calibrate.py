@@ -20,7 +20,6 @@ from torchq.nn import QuantModule, TensorQuantizer, switched_off
 from torchq.nn.correction import forget_corrections
 from torchq.nn.integer_kernel import evaluation_of
 from torchq.swap.apply import recorded_plans
-from torchq.swap.held import ADOPTED
 from torchq.workflow.added_operators import (
     OperatorChoice,
     choose_operators_,
@@ -482,7 +481,8 @@ def _pending(
 
 def _is_adopted(model: nn.Module) -> bool:
     """Return True for a model with ranges of another maker, beside which it may need others."""
-    return any(plan.recipe == ADOPTED for _, plan in recorded_plans(model))
+    plans = [plan for _, plan in recorded_plans(model)]
+    return any(d.adopted for plan in plans for d in plan.replaced)
 
 
 def _run(

@@ -21,8 +21,8 @@ from torchq.frontends.checkpoints.makers import (
 from torchq.nn import QuantModule, TensorQuantizer, quantized_class
 from torchq.nn.convert import unchanged_on_error
 from torchq.runtime import Runtime, runtime_of
-from torchq.swap import Plan, quantize_
-from torchq.swap.held import ADOPTED, Held
+from torchq.swap import Plan
+from torchq.swap.held import Held
 from torchq.swap.planning import quantize_around_
 from torchq.utils import bullets, network_of, short_repr, undone_on_error
 
@@ -188,13 +188,10 @@ def _carry_out(
     example: object,
 ) -> Plan:
     """Swap exactly the found layers, take the maker's numbers, and compare them."""
-    config = QuantConfig(_rules(model, layers), name=ADOPTED)
+    config = QuantConfig(_rules(model, layers), name="adopted")
     _copy_values(model, other, layers)
-    if runtime is None:
-        plan = quantize_(model, config, progress=False)
-    else:
-        held = Held(frozenset(layers), _ranges(layers))
-        plan = quantize_around_(model, config, held, runtime, example)
+    held = Held(frozenset(layers), _ranges(layers))
+    plan = quantize_around_(model, config, held, runtime, example)
     modules = dict(model.named_modules(remove_duplicate=False))
     for path, layer in layers.items():
         module = modules[path]
