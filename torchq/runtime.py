@@ -223,6 +223,8 @@ class FileRules:
             with the layer and a fix. A finding is a warning of the export.
         float_types: Types of parameters that the runtime has kernels for.
         notes: Returns sentences for the report of an export, from the graph and the path.
+        fuses_norms: It fuses a BatchNorm into the quantized layer in front of it by itself, so that
+            such a layer runs on integers.
 
     Passes find the runtime in ``model.meta["runtime"]``, and under ``"feeds"`` a function that
     returns the tensors of the example by the names of inputs.
@@ -232,6 +234,7 @@ class FileRules:
     checks: tuple[Callable[[Any], Iterable[str]], ...] = ()
     float_types: tuple[torch.dtype, ...] = (torch.float32, torch.float16)
     notes: Callable[[Any, Path], Iterable[str]] | None = None
+    fuses_norms: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -82,13 +82,33 @@ def test_batchnorms_are_said_once_where_the_runtime_says_it(
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU()).eval()
     torchq.quantize_(model, target=target, example=X, progress=False)
     torchq.calibrate(model, [X], correct=False, progress=False)
+    path = tmp_path / "net.onnx"
     with pytest.warns(UserWarning, match="BatchNorm") as caught:
-        torchq.export_onnx(
-            model, X, tmp_path / "net.onnx", dynamo=False, progress=False
-        )
+        written = torchq.export_onnx(model, X, path, dynamo=False, progress=False)
     (said,) = [str(one.message) for one in caught if "BatchNorm" in str(one.message)]
     assert said.startswith(f"export_onnx(target={target!r})")
     assert "torchq.fuse_" in said
+    assert written.coverage is not None
+    assert written.coverage.share == (1.0 if target == "tensorrt" else 0.0)
+    verified = torchq.verify_onnx(model, path, [X], progress=False)
+    assert verified.coverage == torchq.inspect_onnx(path).coverage == written.coverage
+
+
+# torch deprecates this exporter.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_runtime_of_a_file_of_another_tool_can_be_said(tmp_path: Path) -> None:
+    model = quantized(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.Conv2d(16, 8, 1))
+    path = tmp_path / "net.onnx"
+    torch.onnx.export(model.eval(), X, path, dynamo=False, opset_version=13)
+    found = torchq.inspect_onnx(path, target="tensorrt")
+    assert found.coverage is not None and found.coverage.share == 1.0
+    assert found.is_for_another
+    # The first convolution, in front of the norm, has 27 of 35 multiply-adds.
+    for target in (None, "onnxruntime"):
+        plain = torchq.inspect_onnx(path, target=target).coverage
+        assert plain is not None and plain.share == pytest.approx(8 / 35)
+    with pytest.raises(torchq.errors.ConfigError, match="unknown target 'tensor'"):
+        torchq.inspect_onnx(path, target="tensor")
 
 
 @pytest.mark.parametrize(

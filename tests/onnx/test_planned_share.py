@@ -223,3 +223,50 @@ def test_it_is_so_where_calibration_leaves_an_operator_in_float(
     assert decision is not None and decision.left_float
     after = check(model, batches[0], target, tmp_path)
     assert after < before
+
+
+class Sentences(nn.Module):
+    """Attention whose heads are views, with a mask of as many rows as the sentence has tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(50, 32)
+        self.places = nn.Embedding(64, 32)
+        self.query = nn.Linear(32, 32)
+        self.out = nn.Linear(32, 32)
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        batch, length = input_ids.shape
+        places = torch.arange(length, device=input_ids.device).expand(batch, length)
+        x = self.words(input_ids) + self.places(places)
+        heads = self.query(x).view(batch, length, 2, 16).transpose(1, 2)
+        mask = attention_mask[:, None, None, :].expand(batch, 1, length, length)
+        scores = (heads @ heads.transpose(-1, -2)).masked_fill(mask == 0, -9.0)
+        mixed = scores.softmax(-1) @ heads
+        mixed = mixed.transpose(1, 2).reshape(batch, length, 32)
+        return self.head(self.out(mixed)[:, 0])
+
+
+@pytest.mark.parametrize("dynamo", [False, True])
+def test_open_lengths_count_as_in_the_example(dynamo: bool, tmp_path: Path) -> None:
+    words = torch.randint(50, (4, 24))
+    example = {"input_ids": words, "attention_mask": torch.ones_like(words)}
+    model = Sentences().eval()
+    # Its products of two activations, which are as large as its layers, stay float.
+    torchq.quantize_(
+        model,
+        target="onnxruntime",
+        example=example,
+        exclude=["*matmul*"],
+        progress=False,
+    )
+    torchq.calibrate(model, [example], progress=False)
+    share = plan_of(model).share
+    path = tmp_path / "net.onnx"
+    written = torchq.export_onnx(model, example, path, dynamo=dynamo, progress=False)
+    assert share is not None and written.coverage is not None
+    assert 0.5 < share.quantized < 0.8
+    assert written.coverage.share == pytest.approx(share.quantized, abs=1e-6)
+    shorter = {name: tensor[:2, :9] for name, tensor in example.items()}
+    assert torchq.verify_onnx(model, path, [example, shorter], progress=False).ok

@@ -355,7 +355,7 @@ def run_inspect(args: argparse.Namespace) -> int:
     """Say what is quantized in a file."""
     if not args.file.endswith(".onnx"):
         raise ConfigError(f"inspect {args.file}: expected a name that ends in .onnx")
-    report = torchq.inspect_onnx(args.file)
+    report = torchq.inspect_onnx(args.file, target=args.target)
     _show(args, report, lambda: dataclasses.asdict(report))
     return 0
 

@@ -226,6 +226,13 @@ _QUANTIZE = {
     "output": [*_OUTPUT, [_ROWS, _JSON]],
     "comparison with the float model": [*_COMPARISON, *_REPORT],
 }
+_INSPECT = [
+    _row("file", "a file that was exported", "MODEL.onnx"),
+    _row(
+        "--target", "the runtime that it is for (default: as it says)", choices=TARGETS
+    ),
+    _JSON,
+]
 _OUT = _row("--out", ".html, .json or .txt (default: print text)", "FILE")
 _FORMATS = ["w8a8", "w4a8", "w4a4"]
 _PLAN = [
@@ -281,7 +288,7 @@ COMMANDS: dict[str, tuple[str, dict[str, list[Any]], str]] = {
     ),
     "inspect": (
         "say what is quantized in an ONNX file",
-        {"options": [_row("file", "a file that was exported", "MODEL.onnx"), _JSON]},
+        {"options": _INSPECT},
         "model.onnx",
     ),
     "plan": (

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,9 @@ from torchq.onnx.ir import (
     onnx_ir,
     readers,
 )
+from torchq.onnx.passes.constants import fold_lengths
 from torchq.onnx.qdq import FLOAT_WEIGHT, read_record
+from torchq.runtime import Runtime
 
 #: The entry of the record that holds the lengths of open dimensions in the example of an export.
 EXAMPLE_LENGTHS = "example_lengths"
@@ -49,7 +50,7 @@ class Coverage:
         on_integers: how many of them have codes as both factors.
         float_weights: names of those that read a weight in float.
         before_norms: names of those that read codes, but in front of a BatchNorm that was not
-            folded: the runtimes have no integer kernel of both.
+            folded: most runtimes have no integer kernel of both, others fuse it by themselves.
         float_inputs: names of those of which an input is not quantized.
         float_kernels: names of those with quantized factors that the file hands to a float kernel
             of its runtime, with the values of the codes as weight.
@@ -64,18 +65,28 @@ class Coverage:
     float_kernels: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, graph: Model) -> Coverage:
+    def of(cls, graph: Model, runtime: Runtime | None = None) -> Coverage:
         """Return the coverage of a file as it is written; its runtime may have fewer kernels.
 
         The graph gets the shapes of its values, which TorchScript leaves out.
+
+        Args:
+            graph: the file.
+            runtime: that it is for; None for one that fuses no BatchNorm by itself.
         """
         infer_shapes(graph)
         nodes = nodes_of(graph, *_PRODUCTS, *_RECURRENT)
-        with _known_lengths(graph):
-            work = {id(node): _multiply_adds(node) for node in nodes}
+        sized = _of_known_lengths(graph)
+        sizes = {
+            node.outputs[0].name: _multiply_adds(node)
+            for node in nodes_of(sized, *_PRODUCTS, *_RECURRENT)
+        }
+        work = {id(node): sizes.get(node.outputs[0].name, 0.0) for node in nodes}
         weights = [node for node in nodes if _has_float_weight(node)]
         coded = [node for node in nodes if _reads_codes(node)]
-        norms = [node for node in coded if _stands_before_norm(node)]
+        norms = []
+        if runtime is None or runtime.file is None or not runtime.file.fuses_norms:
+            norms = [node for node in coded if _stands_before_norm(node)]
         integers = [node for node in coded if node not in norms]
         kernels = [node for node in nodes if _has_float_kernel(node)]
         named = [*weights, *coded, *kernels]
@@ -197,33 +208,40 @@ def _recorded_lengths(graph: Model) -> dict[str, int]:
     }
 
 
-@contextmanager
-def _known_lengths(graph: Model) -> Iterator[None]:
-    """Let values have the shapes of one sample of the length of the example, in the block.
+def _of_known_lengths(graph: Model) -> Model:
+    """Return a graph whose values have the shapes of one sample of the length of the example.
 
-    What follows from an open length, such as the windows of all images of a batch, has none that
-    names could tell, so shapes are inferred again, from numbers.
+    That is the graph itself where its lengths are known. What follows from an open length, such as
+    the windows of all images of a batch, has none that names could tell, so in a copy shapes are
+    inferred again, from numbers.
     """
+    if all(_is_known(value.shape) for value in _values(graph)):
+        return graph
     lengths = _recorded_lengths(graph)
-    results = [value for node in graph.graph for value in node.outputs]
-    inputs = list(graph.graph.inputs)
-    shapes = [(value, value.shape) for value in (*inputs, *results)]
-    if all(_is_known(shape) for _, shape in shapes):
-        yield
-        return
-    try:
-        for value, shape in shapes:
-            is_input = value in inputs and shape is not None
-            value.shape = onnx_ir.Shape(_numbers(shape, lengths)) if is_input else None
-        infer_shapes(graph)
-        for value, shape in shapes:
-            # Where nothing can be inferred, the names tell what they can.
-            if not _is_known(value.shape) and shape is not None:
-                value.shape = onnx_ir.Shape(_numbers(shape, lengths))
-        yield
-    finally:
-        for value, shape in shapes:
-            value.shape = shape
+    noted = {value.name: value.shape for value in _values(graph)}
+    sized = graph.clone()
+    inputs = list(sized.graph.inputs)
+    for value in _values(sized):
+        is_input = value in inputs and value.shape is not None
+        value.shape = (
+            onnx_ir.Shape(_numbers(value.shape, lengths)) if is_input else None
+        )
+    infer_shapes(sized)
+    if not all(_is_known(value.shape) for value in _values(sized)):
+        # Inference follows no arithmetic that TorchScript writes for a view.
+        fold_lengths(sized)
+        infer_shapes(sized)
+    for value in _values(sized):
+        shape = noted.get(value.name)
+        # Where nothing can be inferred, the names tell what they can.
+        if not _is_known(value.shape) and shape is not None:
+            value.shape = onnx_ir.Shape(_numbers(shape, lengths))
+    return sized
+
+
+def _values(graph: Model) -> list[Value]:
+    """Return the inputs and the results of all nodes."""
+    return [*graph.graph.inputs, *(v for node in graph.graph for v in node.outputs)]
 
 
 def _is_known(shape: Sequence[object] | None) -> bool:
@@ -242,15 +260,21 @@ def _multiply_adds(node: Node) -> float:
     factors = _factors(node)
     sizes = [math.prod(_dims(value)) for value in factors]
     if node.op_type in _RECURRENT:
-        steps = _dims(factors[0])[:1]
-        return math.prod(steps) * sum(sizes[1:])
+        steps_and_samples = _dims(factors[0])[:2]
+        return math.prod(steps_and_samples) * sum(sizes[1:])
     if node.op_type == "ConvTranspose":
-        return math.prod(_dims(factors[0])[2:]) * sizes[1]
+        return _places(factors[0]) * sizes[1]
     if node.op_type == "Conv":
-        return math.prod(_dims(node.outputs[0])[2:]) * sizes[1]
+        return _places(node.outputs[0]) * sizes[1]
     if node.op_type == "Einsum":
         return max(sizes)
     return math.prod(_dims(node.outputs[0])) * math.prod(_dims(factors[0])[-1:])
+
+
+def _places(value: Value) -> int:
+    """Return how many samples and positions a tensor has, whose second dimension is of channels."""
+    dims = _dims(value)
+    return math.prod(dims[:1]) * math.prod(dims[2:])
 
 
 def _dims(value: Value) -> list[int]:

@@ -232,7 +232,7 @@ def export_onnx(
             write_record(graph, **{EXAMPLE_LENGTHS: recorded})
         size = save_model(graph, path)
     exporter = "dynamo" if modern else "torchscript"
-    coverage = Coverage.of(graph)
+    coverage = Coverage.of(graph, runtime)
     has_weights_alone = bool(weight_nodes(graph)) and not quantizer_nodes(graph)
     # A float model in which its author has placed quantizers may be float around them.
     has_layers = any(isinstance(module, QuantModule) for module in model.modules())

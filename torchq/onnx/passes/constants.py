@@ -46,6 +46,10 @@ _ARITHMETIC = names(
     "Cast Sqrt Div Mul Add Sub Mod Reshape Unsqueeze Squeeze Concat Slice Gather Pow Reciprocal "
     "Abs Neg Ceil Floor Clip Max Min Transpose"
 )
+#: What the TorchScript exporter writes beside, to choose between lengths.
+_CHOICES = names(
+    "Where Equal Expand Range And Or Not Greater GreaterOrEqual Less LessOrEqual"
+)
 #: Operators, with the number that leaves the other operand as it is.
 _NEUTRAL = {"Add": 0, "Div": 1, "Mul": 1, "Sub": 0}
 _NUMERIC = frozenset(["FLOAT", "DOUBLE", "INT32", "INT64", "BOOL"])
@@ -287,7 +291,20 @@ def fold_shapes(model: Model) -> None:
         pass
 
 
-def _fold_once(model: Model, shapes: dict[str, Shape]) -> bool:
+def fold_lengths(model: Model) -> None:
+    """Compute all that follows from the lengths of inputs, for a look at the shapes of a graph.
+
+    Before: Any graph. After: What was computed from lengths alone is stored; a graph whose inputs
+    have open lengths would be wrong for others than it has.
+    """
+    lift_constants(model)
+    while _fold_once(model, known_shapes(model), _ARITHMETIC | _CHOICES):
+        pass
+
+
+def _fold_once(
+    model: Model, shapes: dict[str, Shape], arithmetic: frozenset[str] = _ARITHMETIC
+) -> bool:
     """Fold all that ``shapes`` allows; return True if there was anything."""
     folded_any = False
     for node in list(model.graph):
@@ -296,7 +313,7 @@ def _fold_once(model: Model, shapes: dict[str, Shape]) -> bool:
         if len(node.outputs) != 1 or is_output(node.outputs[0]):
             continue
         value = _from_shape(model, node, shapes)
-        if value is None and _is_small_arithmetic(node):
+        if value is None and _is_small_arithmetic(node, arithmetic):
             value = evaluate(model, node.outputs[0], [node])
         if value is not None:
             name = str(node.outputs[0].name)
@@ -306,12 +323,12 @@ def _fold_once(model: Model, shapes: dict[str, Shape]) -> bool:
     return folded_any
 
 
-def _is_small_arithmetic(node: Node) -> bool:
+def _is_small_arithmetic(node: Node, arithmetic: frozenset[str]) -> bool:
     """Return True for arithmetic on small stored tensors whose result numpy can hold."""
     if node.op_type == "ConstantOfShape":
         lengths = node.inputs[0]
         return is_constant(lengths) and int(value_of(lengths).prod()) <= _SMALL
-    if node.op_type not in _ARITHMETIC or node.domain:
+    if node.op_type not in arithmetic or node.domain:
         return False
     if (
         node.op_type == "Cast"

@@ -233,6 +233,7 @@ def _verified(
             sizes.run(first, comparison.problem_with)
     shown_file = comparison.shown()
     written = load_model(path, check=False)
+    of_file = RUNTIMES.get(str(read_record(written).get("target")))
     return VerifyReport(
         path=os.fspath(path),
         outputs=agreed,
@@ -240,7 +241,7 @@ def _verified(
         session=shown_file.session,
         hint=shown_file.hint,
         verdicts=(*verdicts, *sizes.verdicts),
-        coverage=Coverage.of(written),
+        coverage=Coverage.of(written, of_file),
         size=(stored_size(written), float_size(written)),
         simulation_db=_beside_float(model, first),
         runs=comparison.runs(),

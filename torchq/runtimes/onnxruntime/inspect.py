@@ -27,6 +27,7 @@ from torchq.onnx.ir import (
     value_of,
 )
 from torchq.onnx.qdq import read_record, starts_at_zero
+from torchq.runtime import RUNTIMES, Runtime, runtime_of
 from torchq.runtimes.checks import (
     layers_in_front_of_norms,
     norms_text,
@@ -98,7 +99,7 @@ class InspectReport:
         norms: Names of quantized layers in float, as a BatchNorm behind them is not folded.
         coverage: How much of the file as it is written reads integers.
         size: Bytes of the file's tensors, and those of the same tensors in float32.
-        target: The runtime that the file is for, where it says one.
+        target: The runtime that the file is for, as the call or else the file says.
     """
 
     path: str
@@ -179,16 +180,21 @@ class InspectReport:
         return table([("in float", "type", "why"), *rows])
 
 
-def inspect_onnx(path: str | os.PathLike[str]) -> InspectReport:
+def inspect_onnx(
+    path: str | os.PathLike[str], *, target: str | Runtime | None = None
+) -> InspectReport:
     """Let ONNX Runtime optimise a file for this CPU, and report which nodes run on integers.
 
     Args:
         path: Any ONNX file that ONNX Runtime can load.
+        target: The runtime that the file is for: ``report.coverage`` is by its rule. None takes the
+            one that the file says, which those of other tools do not.
 
     Returns:
         The computing nodes; ``print`` it, or ask ``report.fallbacks``.
 
     Raises:
+        ConfigError: There is no such target.
         ExportError: ONNX Runtime cannot load the file.
         MissingExtraError: A package of the extra "export" is not installed.
 
@@ -196,6 +202,7 @@ def inspect_onnx(path: str | os.PathLike[str]) -> InspectReport:
         >>> torchq.inspect_onnx("model.onnx").fallbacks  # doctest: +SKIP
         ()
     """
+    runtime = runtime_of(target)
     written = load_model(path)  # It says what is wrong with a broken file.
     with tempfile.TemporaryDirectory() as folder:
         optimized = Path(folder, "optimized.onnx")
@@ -213,14 +220,15 @@ def inspect_onnx(path: str | os.PathLike[str]) -> InspectReport:
             for node in nodes_of(model, *_WEIGHTS)
             if _is_wide(node.inputs[_WEIGHTS[node.op_type]])
         )
-        target = str(read_record(written).get("target") or "")
-        is_for_this = target == _THIS
+        recorded = str(read_record(written).get("target") or "")
+        name = recorded if runtime is None else runtime.name
+        is_for_this = name == _THIS
         placements = tuple(_placements(model, _PLACE_MORE if is_for_this else _PLACE))
         norms = tuple(layers_in_front_of_norms(written, IN_FLOAT_FOR_NORMS))
-        coverage = Coverage.of(written)
+        coverage = Coverage.of(written, runtime or RUNTIMES.get(recorded))
         size = (stored_size(written), float_size(written))
     return InspectReport(
-        os.fspath(path), placements, counts, wide, norms, coverage, size, target
+        os.fspath(path), placements, counts, wide, norms, coverage, size, name
     )
 
 

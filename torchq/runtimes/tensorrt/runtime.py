@@ -97,6 +97,7 @@ _FILE = FileRules(
         check_typing,
     ),
     notes=notes,
+    fuses_norms=True,  # the same guide
 )
 _PRECISIONS = (*SCALE_TYPES, "float32")
 
