@@ -55,6 +55,28 @@ def compute_amax(model, strict: bool = True, **kwargs) -> None:
             module._amax = module._amax.to("cpu")
 
 
+def mean_loss(model, batches, loss_of) -> float:
+    model.eval()
+    with torch.no_grad():
+        losses = [loss_of(model(image), target).item() for image, target in batches]
+    return sum(losses) / len(losses)
+
+
+def both_losses(model, loss, folder: str) -> dict:
+    """The loss as it is, whose outputs are saved, and of the same weights without quantizers."""
+    outputs = []
+    with model.register_forward_hook(lambda *call: outputs.append(call[-1])):
+        simulated = loss(model)
+    torch.save(torch.cat(outputs), folder + "/outputs.pt")
+    active = [module for module in quantizers(model) if not module._disabled]
+    for module in active:
+        module.disable()
+    in_float = loss(model)
+    for module in active:
+        module.enable()
+    return {"float": in_float, "simulation": simulated}
+
+
 def transfer_torch_to_quantization(instance: nn.Module, quant_class):
     quant_instance = quant_class.__new__(quant_class)
     for k, val in vars(instance).items():

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from absl import logging as quant_logging
 from common import (
     arguments,
+    both_losses,
     collect_stats,
     compute_amax,
     quantizers,
@@ -247,6 +248,11 @@ def train(model, optimizer, loss_of, steps: int) -> list:
     return losses
 
 
+def loss(model) -> float:
+    with torch.no_grad():
+        return sum(model.eval()(*x).square().mean().item() for x in batches(2)) / 2
+
+
 def export(model, path: str) -> None:
     quant_nn.TensorQuantizer.use_fb_fake_quant = True
     names = {"input_names": ["images", "points"], "output_names": ["out"]}
@@ -297,6 +303,7 @@ def main() -> None:
     report["half"] = str(
         deepcopy(model).half().model[1].cv1.conv._input_quantizer._amax.dtype
     )
+    report["loss"] = both_losses(model, loss, args.out)
     if args.onnx:
         export(model, args.out + "/qat.onnx")
     print(json.dumps(report))  # noqa: T201  # how the test reads the outcome

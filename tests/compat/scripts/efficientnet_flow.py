@@ -11,7 +11,14 @@ from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
-from common import arguments, collect_stats, compute_amax, quantizers
+from common import (
+    arguments,
+    both_losses,
+    collect_stats,
+    compute_amax,
+    mean_loss,
+    quantizers,
+)
 from pytorch_quantization import nn as quant_nn
 from pytorch_quantization import quant_modules
 from pytorch_quantization.tensor_quant import QuantDescriptor
@@ -144,6 +151,10 @@ def accuracy(model) -> float:
     return sum(hits) / len(hits)
 
 
+def loss(model) -> float:
+    return mean_loss(model, data(4), F.cross_entropy)
+
+
 def export(model, path: str) -> None:
     quant_nn.TensorQuantizer.use_fb_fake_quant = True
     names = {"input_names": ["images"], "output_names": ["scores"]}
@@ -177,6 +188,7 @@ def main() -> None:
     averaged.load_state_dict(average.state)
     report["averaged"] = accuracy(averaged)
     torch.save(average.state, args.out + "/average.pth")
+    report["loss"] = both_losses(averaged, loss, args.out)
     if args.onnx:
         export(averaged, args.out + "/efficientnet.onnx")
     print(json.dumps(report))  # noqa: T201  # how the test reads the outcome

@@ -11,7 +11,14 @@ import sys
 import torch
 import torch.nn.functional as F
 from absl import logging
-from common import arguments, collect_stats, compute_amax, quantizers
+from common import (
+    arguments,
+    both_losses,
+    collect_stats,
+    compute_amax,
+    mean_loss,
+    quantizers,
+)
 from pytorch_quantization import nn as quant_nn
 from pytorch_quantization import quant_modules
 from pytorch_quantization.tensor_quant import QuantDescriptor
@@ -77,6 +84,10 @@ def evaluate(model) -> float:
         )
 
 
+def loss(model) -> float:
+    return mean_loss(model, data(4), F.cross_entropy)
+
+
 def train(model, steps: int, lr: float) -> None:
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
@@ -136,6 +147,7 @@ def main() -> None:
     train(model, 5, 0.001)
     report["finetuned"] = evaluate(model)
     torch.save(model.state_dict(), args.out + "/model.pth")
+    report["loss"] = both_losses(model, loss, args.out)
     if args.onnx:
         export(model, args.out + "/model.onnx")
     print(json.dumps(report))  # noqa: T201  # how the test reads the outcome

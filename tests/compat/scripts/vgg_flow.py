@@ -9,7 +9,14 @@ from collections import OrderedDict
 
 import torch
 import torch.nn.functional as F
-from common import arguments, collect_stats, compute_amax, quantizers
+from common import (
+    arguments,
+    both_losses,
+    collect_stats,
+    compute_amax,
+    mean_loss,
+    quantizers,
+)
 from pytorch_quantization import nn as quant_nn
 from pytorch_quantization import quant_modules
 from pytorch_quantization.tensor_quant import QuantDescriptor
@@ -69,6 +76,10 @@ def accuracy(model) -> float:
     return sum(hits) / len(hits)
 
 
+def loss(model) -> float:
+    return mean_loss(model, data(4), F.nll_loss)
+
+
 def save(model, optimizer, path: str) -> None:
     """As a model of several devices is saved: its keys begin with ``module.``."""
     parallel = nn.DataParallel(model)
@@ -122,6 +133,7 @@ def main() -> None:
     report["resumed"] = accuracy(model)
     train(model, optimizer, 5)
     report["finetuned"] = accuracy(model)
+    report["loss"] = both_losses(model, loss, args.out)
     quant_modules.deactivate()
 
     image, _ = next(data(1))

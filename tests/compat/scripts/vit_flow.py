@@ -11,7 +11,7 @@ import re
 
 import torch
 import torch.nn.functional as F
-from common import arguments, collect_stats, compute_amax
+from common import arguments, both_losses, collect_stats, compute_amax, mean_loss
 from pytorch_quantization import nn as quant_nn
 from pytorch_quantization import utils as quant_utils
 from pytorch_quantization.nn import QuantLinear, TensorQuantizer
@@ -183,6 +183,17 @@ def accuracy(model) -> float:
     return sum(hits) / len(hits)
 
 
+def loss(model) -> float:
+    return mean_loss(model, data(4), F.cross_entropy)
+
+
+def export(model, path: str) -> None:
+    TensorQuantizer.use_fb_fake_quant = True
+    image, _ = next(data(1))
+    torch.onnx.export(model.eval(), image, path, opset_version=13, dynamo=False)
+    TensorQuantizer.use_fb_fake_quant = False
+
+
 def stored_codes(state) -> dict:
     """Return weights as codes of 8 bits, as a program without torch is given them."""
     codes = {}
@@ -247,6 +258,9 @@ def main() -> None:
             for name in ("query", "key", "value")
         }
     )
+    report["loss"] = both_losses(model, loss, args.out)
+    if args.onnx:
+        export(model, args.out + "/vit.onnx")
     report["shown"] = sum("TensorQuantizer" in str(m) for m in model.modules())
     print(json.dumps(report))  # noqa: T201  # how the test reads the outcome
 
