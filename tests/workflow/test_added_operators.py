@@ -459,7 +459,50 @@ def test_small_batches_are_ranked_together_where_the_model_takes_them(
 
     runs = Runs(model, batches, None)
     with model.register_forward_hook(note), torch.no_grad():
-        samples = added_operators._some_samples(runs, len(batches))
-        ranked = added_operators.rank_operators(runs, names, samples)
+        few = added_operators.FewSamples(runs, len(batches))
+        ranked = added_operators.rank_operators(runs, names, few)
     assert ranked.by == "gradients"
     assert len(sizes) == calls and sum(sizes) == 12
+
+
+@pytest.mark.parametrize("few_are_all", [True, False])
+def test_what_ranking_has_run_is_not_run_again_to_compare(few_are_all: bool) -> None:
+    size = 8 if few_are_all else 9
+    batch = torch.cat(sounds(0.2))[:size]
+    model = quantized(Spectrum(), exclude="quant_add")
+    torchq.calibrate(model, [batch], correct=False, progress=False)
+    runs = Runs(model.eval(), [batch], None)
+    names = [d.name for d in optional_operators(plan_of(model))]
+    calls: list[int] = []
+
+    def note(module: nn.Module, args: tuple[Tensor, ...], result: Tensor) -> None:
+        calls.append(len(args[0]))
+
+    few = added_operators.FewSamples(runs, 1)
+    with torch.no_grad():
+        added_operators.rank_operators(runs, names, few)
+        alone = added_operators.samples_of_all(runs, 1)
+        with model.register_forward_hook(note):
+            results = few.results()
+            assert calls == ([] if few_are_all else [size, size])
+        torch.testing.assert_close(
+            [s.exact for s in few.of_all()], [s.exact for s in alone], rtol=0, atol=0
+        )
+        torch.testing.assert_close(
+            results, added_operators.results_of(model, alone), rtol=0, atol=0
+        )
+
+
+def test_what_a_model_gave_is_not_kept_when_operators_stay_in_float() -> None:
+    batches = [torch.cat(sounds())[::3]]
+    model = quantized(Spectrum())
+    torchq.calibrate(model, batches, correct=False, progress=False)
+    runs = Runs(model.eval(), batches, None)
+    few = added_operators.FewSamples(runs, 1)
+    with torch.no_grad():
+        before = few.results()
+        choice = added_operators.choose_operators_(runs, few)
+        assert choice.left_float
+        now = added_operators.results_of(model, few.of_all())
+        torch.testing.assert_close(few.results(), now, rtol=0, atol=0)
+    assert not torch.equal(before[0][0], now[0][0])

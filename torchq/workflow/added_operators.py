@@ -269,8 +269,61 @@ def as_example(
     return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
 
 
-def _some_samples(runs: Runs, count: int) -> list[Sample]:
-    """Return the few samples that operators are ranked on, of the first batches."""
+class FewSamples:
+    """A few samples of the batches of a calibration, and what the model gives for them.
+
+    Operators are ranked on some of the first batches, and changes of the model are compared on some
+    of every batch. Where all batches hold no more than the first, both are the same, and what one
+    has run is not run again.
+
+    Args:
+        runs: a calibrated model, in eval mode, and its batches.
+        count: how many batches calibration read.
+    """
+
+    def __init__(self, runs: Runs, count: int) -> None:
+        self._runs = runs
+        self._count = count
+        self._of_first: list[Sample] | None = None
+        self._of_all: list[Sample] | None = None
+        self._results: list[list[Tensor]] | None = None
+
+    def of_first(self) -> list[Sample]:
+        """Return those that operators are ranked on."""
+        if self._of_first is None:
+            self._of_first, are_all = _some_samples(self._runs, self._count)
+            if are_all:
+                self._of_all = self._of_first
+        return self._of_first
+
+    def of_all(self) -> list[Sample]:
+        """Return a few of every batch."""
+        if self._of_all is None:
+            self._of_all = samples_of_all(self._runs, self._count)
+        return self._of_all
+
+    def results(self) -> list[list[Tensor]]:
+        """Return what the model gives for a few of every batch, as it is since `forget_results`."""
+        if self._results is None:
+            self._results = results_of(self._runs.model, self.of_all())
+        return self._results
+
+    def results_of_first(self) -> list[list[Tensor]]:
+        """Return what the model gives for those that operators are ranked on."""
+        if self.of_first() is self._of_all:
+            return self.results()
+        return results_of(self._runs.model, self.of_first())
+
+    def forget_results(self) -> None:
+        """Run the model again for the next results, as it has changed."""
+        self._results = None
+
+
+def _some_samples(runs: Runs, count: int) -> tuple[list[Sample], bool]:
+    """Return the few samples that operators are ranked on, of the first batches.
+
+    The second is True where they are all that :func:`samples_of_all` would return.
+    """
     wholes: list[Sample] = []
     parts: list[Sample] = []
 
@@ -284,11 +337,13 @@ def _some_samples(runs: Runs, count: int) -> list[Sample]:
 
     runs.again(step, min(count, _BATCHES))
     if all(part is whole for part, whole in zip(parts, wholes, strict=True)):
-        return _together(runs.model, parts)
+        # A function of the user's takes whole runs, so samples_of_all calls it for some batches.
+        are_all = len(wholes) == count and runs.forward is None
+        return _together(runs.model, parts), are_all
     try:
-        return _together(runs.model, parts)
+        return _together(runs.model, parts), False
     except Exception:  # whatever a model raises that takes batches of one size alone
-        return [replace(wholes[0], count=None).with_results(runs.model)]
+        return [replace(wholes[0], count=None).with_results(runs.model)], False
 
 
 def samples_of_all(runs: Runs, count: int) -> list[Sample]:
@@ -629,7 +684,7 @@ class _Joined:
 def rank_operators(
     runs: Runs,
     names: Sequence[str],
-    samples: Sequence[Sample],
+    few: FewSamples,
     group: dist.ProcessGroup | None = None,
 ) -> OperatorChoice:
     """Estimate what each of some operators adds to the noise at the outputs of a model.
@@ -637,7 +692,7 @@ def rank_operators(
     Args:
         runs: a calibrated model, in eval mode.
         names: the paths of the operators.
-        samples: a few of its batches; none on a rank without a batch.
+        few: samples of its batches; none on a rank without a batch.
         group: processes that get the same numbers, means over their samples.
 
     Returns:
@@ -647,6 +702,7 @@ def rank_operators(
     model = runs.model
     operators = {name: model.get_submodule(name) for name in names}
     joined = _Joined(runs, group)
+    samples = few.of_first()
 
     def measure(quantized: Iterable[str]) -> float:
         in_float = [m for name, m in operators.items() if name not in set(quantized)]
@@ -660,8 +716,7 @@ def rank_operators(
     if samples:
         try:
             by_name, of_layers = _by_gradients(model, operators, samples)
-            outputs = [_run_with(model, sample, ()) for sample in samples]
-            whole = _noise(samples, outputs)
+            whole = _noise(samples, few.results_of_first())
             estimates = [*by_name.values(), of_layers, whole]
         except (_NoGradients, RuntimeError, TorchqError, TypeError, AttributeError):
             # Infinity makes every rank take the other way.
@@ -709,16 +764,14 @@ class _Dropped(Exception):
 
 def choose_operators_(
     runs: Runs,
-    count: int,
-    samples_of_all: Callable[[], Sequence[Sample]],
+    few: FewSamples,
     group: dist.ProcessGroup | None = None,
 ) -> OperatorChoice:
     """Leave the operators in float that cost too much at the outputs, in place.
 
     Args:
         runs: a calibrated model, in eval mode, and its batches.
-        count: how many batches calibration read.
-        samples_of_all: returns a few samples of each of them.
+        few: samples of them.
         group: processes that decide together.
 
     Returns:
@@ -730,11 +783,10 @@ def choose_operators_(
     names = _names(model, plan)
     if runtime is None or not names:
         return OperatorChoice()
-    samples = _some_samples(runs, count)
-    choice = rank_operators(runs, names, samples, group)
+    choice = rank_operators(runs, names, few, group)
     worst = worst_operators(choice)
     if worst and choice.expected_gain(worst) >= _LEAST_EXPECTED:
-        choice = _tried(runs, samples, samples_of_all, choice, worst, group)
+        choice = _tried(runs, few, choice, worst, group)
     if not choice.left_float:
         # What stays quantized is not open any more.
         keep_as_plan(model, _with_noise(plan, choice))
@@ -757,7 +809,7 @@ def costly_operators(
         return OperatorChoice()
     with evaluating(model), torch.no_grad():
         runs = Runs(model, batches, forward)
-        ranked = rank_operators(runs, names, _some_samples(runs, count))
+        ranked = rank_operators(runs, names, FewSamples(runs, count))
     return replace(ranked, advised=worst_operators(ranked))
 
 
@@ -821,8 +873,7 @@ def _replanned(
 
 def _tried(
     runs: Runs,
-    samples: Sequence[Sample],
-    samples_of_all: Callable[[], Sequence[Sample]],
+    few: FewSamples,
     ranked: OperatorChoice,
     worst: Sequence[str],
     group: dist.ProcessGroup | None,
@@ -833,27 +884,28 @@ def _tried(
     one is made where these bring the outputs nearer.
     """
     model = runs.model
-    few = samples_of_all()
-    before = results_of(model, few)
+    samples = few.of_all()
+    before = few.results()
     operators = [model.get_submodule(name) for name in worst]
     with computing_alone_in_float(operators):
-        outputs = compared(model, few, before, results_of(model, few), group)
+        outputs = compared(model, samples, before, results_of(model, samples), group)
     if not outputs.gain >= _LEAST_GAIN:
         return replace(ranked, outputs=outputs)
-    plan = _replanned(model, plan_of(model), worst, samples, group)
+    plan = _replanned(model, plan_of(model), worst, few.of_first(), group)
     others = [d.name for d in plan.replaced if d.left_float and d.name not in worst]
     choice = replace(ranked, left_float=(*worst, *others))
     try:
         with unchanged_on_error(model):
             replan_(model, _with_noise(plan, choice))
-            after = results_of(model, few)
-            outputs = compared(model, few, before, after, group)
+            after = results_of(model, samples)
+            outputs = compared(model, samples, before, after, group)
             choice = replace(choice, outputs=outputs)
-            error = _error_of_gain(model, few, (before, after), group)
+            error = _error_of_gain(model, samples, (before, after), group)
             if not choice.gain - _STANDARD_ERRORS * error >= _LEAST_GAIN:
                 raise _Dropped
     except _Dropped:
         return replace(ranked, outputs=choice.outputs)
+    few.forget_results()
     return choice
 
 

@@ -14,7 +14,7 @@ of it weighs little beside the background that is rounded finer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,7 +27,7 @@ from torch import Tensor
 from torchq.formats import PerTensor
 from torchq.nn import TensorQuantizer
 from torchq.utils import device_of, undone_on_error, watching
-from torchq.workflow.added_operators import Sample, compared, results_of
+from torchq.workflow.added_operators import FewSamples, compared, results_of
 from torchq.workflow.runs import Comparison, Runs
 
 #: By how many dB the outputs must be nearer to float. The noise at the outputs of a detector of
@@ -159,7 +159,7 @@ class _Dropped(Exception):
 def choose_ranges_(
     runs: Runs,
     ends: SampleEnds,
-    samples: Callable[[], Sequence[Sample]],
+    few: FewSamples,
     group: dist.ProcessGroup | None = None,
 ) -> RangeChoice:
     """Average ranges over samples where the outputs are nearer to float then, in place.
@@ -167,7 +167,7 @@ def choose_ranges_(
     Args:
         runs: a calibrated model, in eval mode.
         ends: what its quantizers read.
-        samples: returns a few samples of every batch.
+        few: samples of its batches.
         group: processes that decide together.
 
     Returns:
@@ -187,18 +187,20 @@ def choose_ranges_(
     choice = RangeChoice(tried=len(averages))
     try:
         with undone_on_error(*quantizers):
-            few = samples()
-            before = results_of(model, few)
-            exact = [sample.exact for sample in few]
-            noise = compared(model, few, exact, before, group).after
+            samples = few.of_all()
+            before = few.results()
+            exact = [sample.exact for sample in samples]
+            noise = compared(model, samples, exact, before, group).after
             if noise is None or noise <= _NOTICED:
                 raise _Dropped
             for quantizer, average in zip(quantizers, averages.values(), strict=True):
                 quantizer.calibrate_on(average.to(quantizer.amax), _BY_ENDS)
-            outputs = compared(model, few, before, results_of(model, few), group)
+            after = results_of(model, samples)
+            outputs = compared(model, samples, before, after, group)
             choice = replace(choice, outputs=outputs)
             if not outputs.gain >= _LEAST_GAIN:
                 raise _Dropped
     except _Dropped:
         return choice
+    few.forget_results()
     return replace(choice, averaged=tuple(averages))

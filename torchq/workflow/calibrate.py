@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -21,9 +20,9 @@ from torchq.nn.correction import forget_corrections
 from torchq.nn.integer_kernel import evaluation_of
 from torchq.swap.apply import recorded_plans
 from torchq.workflow.added_operators import (
+    FewSamples,
     OperatorChoice,
     choose_operators_,
-    samples_of_all,
     take_back_operators_,
 )
 from torchq.workflow.averaged_ranges import RangeChoice, SampleEnds, choose_ranges_
@@ -258,8 +257,8 @@ def calibrate(
             calibrate_weights(model, only=pending, samples=samples, group=group)
             if floats is not None:
                 forget_corrections(model)
-                few = cache(partial(samples_of_all, runs, count))
-                chosen = choose_operators_(runs, count, few, group)
+                few = FewSamples(runs, count)
+                chosen = choose_operators_(runs, few, group)
                 factors = choose_factors_(runs, inputs, few, group)
                 averages = choose_ranges_(runs, ends, few, group)
             done = _corrected(runs, count // 3, floats, group) if todo else None

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,7 +34,13 @@ from torchq.nn import QuantModule, TensorQuantizer
 from torchq.swap.apply import keep_as_plan, plan_of
 from torchq.swap.plan import Factors, Plan
 from torchq.utils import undone_on_error, watching
-from torchq.workflow.added_operators import UNNOTICED, Sample, compared, results_of
+from torchq.workflow.added_operators import (
+    UNNOTICED,
+    FewSamples,
+    Sample,
+    compared,
+    results_of,
+)
 from torchq.workflow.layer_matrices import channel_ranges
 from torchq.workflow.runs import Comparison, Runs
 
@@ -432,7 +438,7 @@ class _Dropped(Exception):
 def choose_factors_(
     runs: Runs,
     inputs: LinearInputs,
-    samples: Callable[[], Sequence[Sample]],
+    few: FewSamples,
     group: dist.ProcessGroup | None = None,
 ) -> FactorChoice:
     """Let quantizers of linear layers hold factors where the outputs are nearer to float then.
@@ -440,7 +446,7 @@ def choose_factors_(
     Args:
         runs: a calibrated model, in eval mode.
         inputs: what its linear layers read.
-        samples: returns a few samples of every batch.
+        few: samples of its batches.
         group: processes that decide together.
 
     Returns:
@@ -460,19 +466,21 @@ def choose_factors_(
             chosen = _best_factors(groups, group)
             if not chosen:
                 raise _Dropped
-            few = samples()
-            before = results_of(model, few)
-            if _noise_of(few, before, model, group) <= UNNOTICED:
+            samples = few.of_all()
+            before = few.results()
+            if _noise_of(samples, before, model, group) <= UNNOTICED:
                 raise _Dropped
             for one, factors in chosen:
                 _set_(one, _factors_of(one, factors.alpha))
-            outputs = compared(model, few, before, results_of(model, few), group)
+            after = results_of(model, samples)
+            outputs = compared(model, samples, before, after, group)
             layers = {name: by for one, by in chosen for name in one.names}
             choice = FactorChoice(tried=len(layers), outputs=outputs)
             if not outputs.gain >= _LEAST_GAIN:
                 raise _Dropped
     except _Dropped:
         return choice
+    few.forget_results()
     plan = plan_of(model)
     rows = (replace(d, factors=layers.get(d.name)) for d in plan.decisions)
     keep_as_plan(model, replace(plan, decisions=tuple(rows)))
