@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -495,6 +496,46 @@ def test_a_result_stays_float_beside_its_quantized_transpose(
     assert torchq.verify_onnx(net, path, [x]).ok
     states, _ = run_file(path, x, optimize=True)
     torch.testing.assert_close(torch.as_tensor(states), net(x)[0])
+
+
+class Features(nn.Module):
+    """A backbone that returns the features, which its head reads too."""
+
+    def __init__(
+        self, convolution: Callable[..., nn.Module], activation: nn.Module, before: bool
+    ) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3)
+        self.features = convolution(8, 8, 3)
+        self.activation = activation
+        self.head = nn.Conv2d(8, 4, 3)
+        self.before = before
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        sums = self.features(self.stem(x).relu())
+        features = self.activation(sums)
+        return sums if self.before else features, self.head(features)
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("activation", [nn.Identity(), nn.ReLU(), nn.ReLU6()])
+@pytest.mark.parametrize("convolution", [nn.Conv2d, nn.ConvTranspose2d])
+def test_weights_of_a_convolution_whose_result_is_returned_stay_as_they_are(
+    convolution: Callable[..., nn.Module],
+    activation: nn.Module,
+    before: bool,
+    path: Path,
+) -> None:
+    """A session quantized weight and bias anew, with scales of its own."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 20, 20)
+    net = Features(convolution, activation, before)
+    config = torchq.recipes.int8(reduce_range=True)
+    calibrated(net, x, config=config, target="onnxruntime", example=x[:1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Results are not quantized.
+        torchq.export_onnx(net, x[:1], path, dynamo=False)
+    assert torchq.verify_onnx(net, path, [x]).ok
 
 
 class SharedBlock(nn.Module):

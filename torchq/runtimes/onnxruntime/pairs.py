@@ -295,6 +295,30 @@ def separate_outputs(model: Model) -> None:
             separate(source, node)
 
 
+def separate_convolutions_of_outputs(model: Model) -> None:
+    """Keep the codes of a result of the model apart from the float convolution that computes it.
+
+    The convolution returns floats, as the model does. ONNX Runtime 1.32 does not look at that where
+    quantizers are all that reads the result: it quantizes weight and bias anew, with scales of its
+    own.
+
+    Before: Conv or ConvTranspose of codes -> Relu or Clip -> QuantizeLinear, where the model
+    returns what one of the first two computes.
+    After: Max(x, x), which is x, stands in front of the QuantizeLinear.
+    """
+    for node in nodes_of(model, "Conv", "ConvTranspose"):
+        result = node.outputs[0]
+        returns = is_output(result)
+        while (activation := _only_reader_of(result)) is not None:
+            if activation.op_type not in ("Relu", "Clip"):
+                break
+            result = activation.outputs[0]
+            returns = returns or is_output(result)
+        codes = [user.op_type == "QuantizeLinear" for user in readers(result)]
+        if returns and codes and all(codes) and dequantized(node.inputs[0]) is not None:
+            separate(result)
+
+
 def _is_quantized(value: Value) -> bool:
     """Return True if a QuantizeLinear reads a value, also behind moves of elements."""
     waiting = [value]
