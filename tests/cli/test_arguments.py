@@ -85,6 +85,10 @@ REFUSALS = [
     ("quantise", "Did you mean quantize"),
     ("report --modle x", "Did you mean --model"),
     ("quantize --calib entrpy", "Did you mean entropy"),
+    *(
+        (f"{words} --exclude 0 2", "given again: --exclude 0 --exclude 2")
+        for words in ("plan", "plan net.onnx")
+    ),
     # models and data by name
     ("quantize --model nowhere:build", "cannot import nowhere"),
     ("quantize --model user_net:missing", "user_net has no missing"),

@@ -11,6 +11,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,9 +35,17 @@ that the message says how to mend; 130 interrupted. See also torchq COMMAND --he
 
 
 class Parser(argparse.ArgumentParser):
-    """An ``ArgumentParser`` whose errors suggest close names, also of the commands ``children``."""
+    """An ``ArgumentParser`` whose errors suggest close names, also of the commands ``children``.
 
-    children: Mapping[str, argparse.ArgumentParser] = {}
+    Attributes:
+        children: the parsers of the commands.
+        repeatable: options that take one value and may be given again.
+        words: what is parsed, for errors to look at.
+    """
+
+    children: Mapping[str, "Parser"] = {}
+    repeatable: frozenset[str] = frozenset()
+    words: Sequence[str] = ()
 
     def error(self, message: str) -> NoReturn:
         """Print what is wrong and what may be meant, and exit with code 2."""
@@ -57,9 +66,30 @@ class Parser(argparse.ArgumentParser):
             for c in difflib.get_close_matches(w, sorted(option_names | named), n=2)
         ]
         suggestion = f". Did you mean {' or '.join(close)}?" if close else ""
+        suggestion = self._several_values(message) or suggestion
         self.exit(
             2, f"{self.prog}: error: {message}{suggestion}\nSee {self.prog} --help\n"
         )
+
+
+    def _several_values(self, message: str) -> str:
+        """Return what to write where words behind the value of an option are taken for others."""
+        about_words = ("argument MODEL: not allowed", "unrecognized arguments")
+        if not message.startswith(about_words):
+            return ""
+        repeatable = self.repeatable.union(
+            *(child.repeatable for child in self.children.values())
+        )
+        for place, option in enumerate(self.words):
+            values = list(takewhile(_is_value, self.words[place + 1 :]))
+            if option in repeatable and len(values) > 1:
+                again = " ".join(f"{option} {value}" for value in values)
+                return f". {option} takes one value and may be given again: {again}"
+        return ""
+
+
+def _is_value(word: str) -> bool:
+    return not word.startswith("-")
 
 
 def whole(least: int, most: int = _MOST) -> Callable[[str], int]:
@@ -317,6 +347,7 @@ def build_parser() -> Parser:
             epilog=f"example:\n  torchq {name} {example}",
             **formatted,
         )
+        repeatable = set()
         for title, rows in groups.items():
             group = child.add_argument_group(title)
             for row in rows:
@@ -325,6 +356,9 @@ def build_parser() -> Parser:
                 )
                 for flag, settings in row if type(row) is list else [row]:
                     place.add_argument(flag, **settings)
+                    if settings.get("action") == "append":
+                        repeatable.add(flag)
+        child.repeatable = frozenset(repeatable)
     parser.children = dict(commands.choices)
     return parser
 
@@ -332,6 +366,9 @@ def build_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command (None: of the process), or print the help; return the exit code."""
     parser = build_parser()
+    words = sys.argv[1:] if argv is None else argv
+    for each in (parser, *parser.children.values()):
+        each.words = words
     args = parser.parse_args(argv)
     if args.command is None:
         parser.print_help()
