@@ -264,7 +264,7 @@ class Runtime:
         computes_floats: Its kernels compute in float what is not quantized, so that calibration may
             leave operators beside layers so, and planning the last layers of a detector.
         codes: The codes of activations that it has; None takes any.
-        file: How ONNX files for it look; None leaves them plain.
+        file: How ONNX files for it look; None where it reads none. ``FileRules()`` is plain.
         limits: Sentences about what it does not do, which nothing can see in a file.
         versions: What the figures and the rules were found with.
         proved: How far it is proved that this runtime computes the simulation. ``"equal codes"``:

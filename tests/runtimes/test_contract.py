@@ -159,6 +159,32 @@ def written(
     return target, model, path
 
 
+@pytest.mark.parametrize(
+    ("target", "advice"),
+    [
+        ("rknn", "torchq.save keeps the model with the numbers"),
+        ("executorch", r"Write a file of its own with torchq\.runtimes\.executorch\."),
+        ("torch", r"torchq\.deploy\(model, example\) runs it here"),
+    ],
+)
+@pytest.mark.parametrize("quantized_for_it", [False, True])
+def test_onnx_files_for_targets_that_read_none_are_refused(
+    target: str, advice: str, quantized_for_it: bool, tmp_path: Path
+) -> None:
+    x = torch.randn(4, 3, 16, 16)
+    model = Residual().eval()
+    if quantized_for_it:
+        torchq.quantize_(model, target=target, example=x)
+    else:
+        torchq.quantize_(model, RUNTIMES[target].recipe())
+    torchq.calibrate(model, [x], progress=False)
+    named = None if quantized_for_it else target
+    expected = f"there are no ONNX files for {target}; expected a target that reads"
+    with pytest.raises(ConfigError, match=f"{expected} ONNX. {advice}"):
+        torchq.export_onnx(model, x, tmp_path / "m.onnx", target=named)
+    assert not list(tmp_path.iterdir())
+
+
 def export(
     model: nn.Module, x: torch.Tensor, path: Path, target: str | None
 ) -> list[str]:

@@ -185,8 +185,8 @@ def export_onnx(
         What was written; ``print`` it.
 
     Raises:
-        ConfigError: There is no such target, the model was quantized for another one, or the path
-            has an ending of files that the target has beside ONNX.
+        ConfigError: There is no such target, it reads no ONNX file, the model was quantized for
+            another one, or the path has an ending of files that the target has beside ONNX.
         ExportError: A quantizer has no usable range, the opset or the target lacks something, or
             torch cannot export the model.
         MissingExtraError: A package of the extra "export" is not installed.
@@ -201,6 +201,7 @@ def export_onnx(
     import_optional("onnx", "export_onnx")
     model, path = unwrap(model), Path(path)
     runtime = _runtime_for(model, target)
+    _check_reads_onnx(runtime)
     _check_ending(path, runtime)
     version = default_opset(model) if opset is None else opset
     modern = choose_exporter(dynamo, version)
@@ -322,6 +323,23 @@ def _shape_for(runtime: Runtime | None, graph: Model) -> tuple[str, ...]:
             stacklevel=3,
         )
     return broken_rules
+
+
+def _check_reads_onnx(runtime: Runtime | None) -> None:
+    """Raise an error for a runtime that reads no ONNX file."""
+    if runtime is None or runtime.file is not None:
+        return
+    lines = [runtime.writing_line(ending) for ending in runtime.writers()]
+    if lines:
+        advice = f"Write a file of its own with {lines[0]}"
+    elif runtime.here:
+        advice = "torchq.deploy(model, example) runs it here"
+    else:
+        advice = "torchq.save keeps the model with the numbers that it would compute"
+    raise ConfigError(
+        f"export_onnx: there are no ONNX files for {runtime.name}; expected a target that reads "
+        f"ONNX. {advice}; for another target, restore_ the model and quantize it for that one"
+    )
 
 
 def _check_ending(path: Path, runtime: Runtime | None) -> None:

@@ -143,9 +143,15 @@ def _engine(model: nn.Module, example: object, target: str | Runtime | None) -> 
     runtime = runtime_of(target)
     if not isinstance(runtime, Engine):
         names = ", ".join(repr(n) for n in targets() if isinstance(RUNTIMES[n], Engine))
+        reads_files = runtime is not None and runtime.file is not None
+        advice = (
+            "Pass its file of torchq.export_onnx to the tools of its maker"
+            if reads_files
+            else "The model itself simulates it"
+        )
         raise ConfigError(
             f"deploy: got target {target!r}, which has no kernels here; expected one of {names}, "
-            "or 'fastest'. Pass its file of torchq.export_onnx to the tools of its maker"
+            f"or 'fastest'. {advice}"
         )
     check_planned("deploy", model, runtime)
     return runtime
