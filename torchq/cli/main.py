@@ -71,7 +71,6 @@ class Parser(argparse.ArgumentParser):
             2, f"{self.prog}: error: {message}{suggestion}\nSee {self.prog} --help\n"
         )
 
-
     def _several_values(self, message: str) -> str:
         """Return what to write where words behind the value of an option are taken for others."""
         about_words = ("argument MODEL: not allowed", "unrecognized arguments")
