@@ -18,7 +18,7 @@ MODULES = """
     nn.functional nn.modules nn.modules._utils nn.modules.clip nn.modules.quant_conv
     nn.modules.quant_instancenorm nn.modules.quant_linear nn.modules.quant_pooling
     nn.modules.quant_rnn nn.modules.tensor_quantizer optim optim.helper quant_modules tensor_quant
-    utils utils.reduce_amax version
+    utils utils.quant_logging utils.reduce_amax version
 """
 
 SPATIAL = [
@@ -55,6 +55,7 @@ def test_the_old_import_statements(legacy: ModuleType) -> None:
         "from pytorch_quantization.calib.calibrator import _Calibrator",
         "from pytorch_quantization.quant_modules import QuantModuleReplacementHelper",
         "from pytorch_quantization.optim import helper",
+        "from pytorch_quantization.utils import quant_logging",
     ]
     exec("\n".join(lines), namespace)
     assert namespace["quant_nn"] is package.nn
@@ -151,3 +152,18 @@ def test_names_in_the_guide_of_migration_exist() -> None:
         for part in name.split(".")[1:]:
             actual = getattr(actual, part)
         assert actual is not None
+
+
+def test_handlers_of_the_root_logger_are_removed(
+    legacy: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchq.compat.pytorch_quantization.utils import reduce_amax
+    from torchq.compat.pytorch_quantization.utils.quant_logging import (  # type: ignore
+        reset_logger_handler,
+    )
+
+    handlers = [logging.NullHandler(), logging.NullHandler()]
+    monkeypatch.setattr(logging.getLogger(), "handlers", handlers)
+    reset_logger_handler()
+    assert logging.getLogger().handlers == []
+    assert callable(reduce_amax)

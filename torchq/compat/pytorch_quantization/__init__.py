@@ -12,6 +12,7 @@ from torchq.compat.pytorch_quantization import (
     mixins,
     nn,
     optim,
+    quant_logging,
     quant_modules,
     recurrent,
     recurrent_step,
@@ -59,6 +60,7 @@ _PATHS = {
     "nn._functions": None,
     "nn._functions.quant_rnn": recurrent_step,
     "optim.helper": optim,
+    "utils.quant_logging": quant_logging,
     "utils.reduce_amax": utils,
     "version": sys.modules[__name__],
 }

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchq import nn as core
 from torchq.calib import Calibrator
 from torchq.compat import traces
-from torchq.compat.errors import UnsupportedError
+from torchq.compat.errors import LegacyTypeError, UnsupportedError
 from torchq.compat.pytorch_quantization import calib
 from torchq.compat.pytorch_quantization.clip import Clip
 from torchq.compat.pytorch_quantization.descriptor import field
@@ -247,7 +247,7 @@ class TensorQuantizer(core.TensorQuantizer):
             if tensor is None:
                 self.register_buffer(name, new)
             elif tensor.shape != new.shape:
-                raise CalibrationError(
+                raise LegacyTypeError(
                     f"{name[1:]}: Changing shape when setting it is not allowed: "
                     f"got {tuple(new.shape)}; expected {tuple(tensor.shape)}. "
                     f"Use del quantizer.{name} first"
