@@ -2,8 +2,8 @@
 
 Its releases ask for other versions of numpy, onnx and onnxruntime than torchq, so it is not in the
 environment of ``make test-roads``. Where ``TORCHQ_SUPER_GRADIENTS`` is the folder of a checkout
-whose requirements are met, its tests run here, and a YOLO-NAS is quantized by it. tests/compat/test_super_gradients.py has what it
-does with the old classes in any environment.
+whose requirements are met, its tests run here, and a YOLO-NAS is quantized by it.
+tests/compat/test_super_gradients.py has what it does with the old classes in any environment.
 """
 
 import json
