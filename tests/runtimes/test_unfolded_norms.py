@@ -67,6 +67,31 @@ def test_the_export_says_first_what_runs_in_float_and_that_fusing_mends_it(
     assert integer_weights(path) == (8 if target == "onnxruntime" else 9)
 
 
+@pytest.mark.parametrize("target", SAID)
+def test_a_fold_that_was_refused_is_not_advised_again(
+    target: str, tmp_path: Path
+) -> None:
+    model = trained(target)
+    with torch.no_grad():
+        model[1].weight[0] = torch.nan
+    report = torchq.fuse_(model, X, progress=False)
+    (refusal,) = report.refused
+    assert (refusal.name, len(report.fused)) == ("1", 7)
+    path = tmp_path / "m.onnx"
+    with pytest.warns(UserWarning, match="BatchNorm follows: 1 layers, 0;") as caught:
+        torchq.export_onnx(model, X, path, dynamo=False, progress=False)
+    (said,) = [
+        " ".join(str(w.message).split()) for w in caught if "0;" in str(w.message)
+    ]
+    assert (
+        "torchq.fuse_ refused it, and print(torchq.fuse_(model.eval(), example)) says"
+        in said
+    )
+    assert "folds it" not in said
+    again = torchq.fuse_(model, X, progress=False)
+    assert [(r.name, r.reason) for r in again.refused] == [("1", refusal.reason)]
+
+
 @pytest.mark.slow
 def test_inspecting_and_deploying_say_it_too(tmp_path: Path) -> None:
     model = trained("onnxruntime")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq.errors import ConfigError, ExportError
+from torchq.fusion.record import fusion_record
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.nn.correction import folded_corrections
 from torchq.nn.integer_bias import rounded_biases
@@ -225,7 +226,9 @@ def export_onnx(
         graph = _first_that_traces(calls, version, modern, active)
         next_stage()
         set_opset(graph, version)
-        graph.meta.update(runtime=runtime, feeds=calls[-1].feeds)
+        graph.meta.update(
+            runtime=runtime, feeds=calls[-1].feeds, fused=bool(fusion_record(model))
+        )
         broken_rules = _shape_for(runtime, graph)
         next_stage()
         write_record(graph, target=None if runtime is None else runtime.name)
@@ -242,7 +245,7 @@ def export_onnx(
         coverage.float_weights or coverage.float_inputs
     )
     if active and has_layers and not has_weights_alone and not is_known:
-        _warn_of_float(coverage, path)
+        _warn_of_float(coverage, path, was_fused=bool(fusion_record(model)))
     return _report_on(
         graph,
         path,
@@ -254,14 +257,16 @@ def export_onnx(
     )
 
 
-def _warn_of_float(coverage: Coverage, path: Path) -> None:
+def _warn_of_float(coverage: Coverage, path: Path, *, was_fused: bool) -> None:
     """Warn that a file of a quantized model computes in float for the most part, and why."""
     if coverage.share is not None and coverage.share < _FEW:
-        advice = (
-            "torchq.fuse_(model.eval(), example) folds it and keeps the codes"
-            if coverage.before_norms
-            else "print(torchq.swap.plan_of(model)) says what is quantized"
-        )
+        advice = "print(torchq.swap.plan_of(model)) says what is quantized"
+        if coverage.before_norms:
+            advice = (
+                "torchq.fuse_ refused it, and print(torchq.fuse_(model.eval(), example)) says why"
+                if was_fused
+                else "torchq.fuse_(model.eval(), example) folds it and keeps the codes"
+            )
         warnings.warn(
             f"export_onnx: {coverage.reason}, so {path.name} computes in float: {coverage}. "
             f"{advice}",

@@ -105,16 +105,24 @@ def check_unfolded_norms(
     """
     layers = layers_in_front_of_norms(model, kinds)
     if layers:
-        yield norms_text(layers, effect)
+        yield norms_text(layers, effect, was_fused=bool(model.meta.get("fused")))
 
 
-def norms_text(layers: Sequence[str], effect: str) -> str:
-    """Return what a runtime does with BatchNorms behind layers, and how to fold them."""
+def norms_text(layers: Sequence[str], effect: str, *, was_fused: bool = False) -> str:
+    """Return what a runtime does with BatchNorms behind layers, and how to fold them.
+
+    Of a model that ``fuse_`` has seen, those that are left were refused.
+    """
     hidden = len(layers) - _NAMES
     more = f" and {hidden} more" if hidden > 0 else ""
+    advice = (
+        "torchq.fuse_ refused it, and print(torchq.fuse_(model.eval(), example)) says why"
+        if was_fused
+        else "torchq.fuse_(model.eval(), example) folds it and keeps their codes"
+    )
     return (
         f"{effect}, as a BatchNorm follows: {len(layers)} layers, {', '.join(layers[:_NAMES])}"
-        f"{more}; torchq.fuse_(model.eval(), example) folds it and keeps their codes"
+        f"{more}; {advice}"
     )
 
 
