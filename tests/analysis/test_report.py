@@ -421,3 +421,21 @@ def test_a_comparison_switches(browser: Any, tmp_path: Path) -> None:
     assert page.locator("article:visible .layers tbody tr").count() == 9
     assert page.locator('article:visible [data-chart="errors"] svg').count() == 1
     page.close()
+
+
+class Called(Classifier):
+    """Its last layer is a call of a function, for which it gets a class of another name."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.middle(self.first(x).relu()).relu()
+        return nn.functional.linear(x, self.last.weight)
+
+
+def test_the_report_names_the_class_that_the_author_wrote() -> None:
+    model = Called().eval()
+    x = torch.randn(8, 16)
+    torchq.quantize_(model, example=x, exclude=["unused"])
+    torchq.calibrate(model, [x], progress=False)
+    assert type(model).__name__ != "Called"
+    first_line = str(torchq.report(model, [x], progress=False)).splitlines()[0]
+    assert first_line.startswith("Called: ")

@@ -21,6 +21,7 @@ from torchq.hugging_face.attention import (
     has_attention,
     route_attention_,
 )
+from torchq.nn.convert import float_name
 from torchq.nn.optional_buffers import OPTIONAL
 from torchq.runtime import Runtime
 from torchq.swap import plan_of, quantize_
@@ -91,7 +92,7 @@ def embed_(model: nn.Module) -> None:
     """
     if not is_quantized(model) or not hasattr(model, "config"):
         raise QuantizationError(
-            f"embed_: got a {type(model).__name__}; expected a quantized model of transformers. "
+            f"embed_: got a {float_name(model)}; expected a quantized model of transformers. "
             "Call torchq.quantize_ and torchq.calibrate first"
         )
     config_class, quantizer_class = _classes()
@@ -167,7 +168,7 @@ class _Quantizer:
         plan = plan_of(model)
         if plan.fusions:
             raise QuantizationError(
-                f"save_pretrained: {type(model).__name__}: is fused, which from_pretrained cannot "
+                f"save_pretrained: {float_name(model)}: is fused, which from_pretrained cannot "
                 "repeat; expected an unfused model. Use torchq.save and torchq.load_model"
             )
         state = public_state(model)

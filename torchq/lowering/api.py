@@ -32,6 +32,7 @@ from torchq.lowering.state import sets_attributes
 from torchq.lowering.traced import TracedModel, copy_plain_attributes
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.nn.calls.modules import RoutedModule
+from torchq.nn.convert import float_name
 from torchq.nn.correction import fold_corrections_
 from torchq.swap import restore_
 from torchq.workflow import freeze_, quantizers
@@ -158,7 +159,7 @@ def _copy(model: nn.Module) -> nn.Module:
     except Exception as error:  # classes copy themselves in any way they like
         reason = str(error).partition("\n")[0]
         raise ExportError(
-            f"deploy: got a {type(model).__name__} that cannot be copied ({reason}); expected one "
+            f"deploy: got a {float_name(model)} that cannot be copied ({reason}); expected one "
             "whose modules copy.deepcopy can copy"
         ) from error
 
@@ -309,9 +310,7 @@ def _traced(model: nn.Module) -> TracedModel | None:
     dtype = next(m.dtype for m in model.modules() if isinstance(m, Int8Layer))
     fused = fuse_graph(graph, dtype)
     return (
-        None
-        if fused is None
-        else TracedModel(graph, fused, type(model).__name__, model)
+        None if fused is None else TracedModel(graph, fused, float_name(model), model)
     )
 
 

@@ -325,6 +325,11 @@ def float_class_of(module: nn.Module) -> type[nn.Module]:
     return type(module).float_class if isinstance(module, QuantModule) else type(module)
 
 
+def float_name(module: nn.Module) -> str:
+    """Return the name of the class that a module has, or had before: the one its author wrote."""
+    return unparametrized(float_class_of(module)).__name__
+
+
 def quantized_class(cls: type[nn.Module]) -> type[QuantModule] | None:
     """Return the class that :func:`convert_` gives to modules of class ``cls``, or None.
 

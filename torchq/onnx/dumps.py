@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torchq.errors import ConfigError, ExportError
 from torchq.graph import call_arguments, call_model
 from torchq.nn import TensorQuantizer
+from torchq.nn.convert import float_name
 from torchq.onnx.interface import nested_tensors
 from torchq.onnx.ir import load_model
 from torchq.onnx.qdq import path_of, quantizer_nodes
@@ -236,7 +237,7 @@ def verify_dump(
             source_by_name[name] = source
     if not source_by_name:
         raise ExportError(
-            f"{_WHERE}: got {_few(list(arrays))}; expected tensors of {type(model).__name__}, such "
+            f"{_WHERE}: got {_few(list(arrays))}; expected tensors of {float_name(model)}, such "
             f"as {_few(list(expected))}. It is a dump of another network, or pass file= for the "
             "names of its tensors"
         )
@@ -269,7 +270,7 @@ def _codes_of(model: nn.Module, batch: object, where: str) -> dict[str, _Codes]:
     }
     if not watched:
         raise ConfigError(
-            f"{where}: {type(model).__name__} has no quantizer of an activation; expected a "
+            f"{where}: {float_name(model)} has no quantizer of an activation; expected a "
             "quantized model"
         )
     for path, quantizer in watched.items():

@@ -13,6 +13,7 @@ from torchq.errors import ExportError
 from torchq.formats import SCALE_TYPES
 from torchq.functional.onnx_ops import FOUR_BITS, opset_needed
 from torchq.nn import TensorQuantizer
+from torchq.nn.convert import float_name
 from torchq.runtime import Runtime, planned_target
 from torchq.swap.grids import in_codes
 from torchq.utils.optional import import_optional
@@ -125,7 +126,7 @@ def warn_of_own_grid(
     """Warn of a float model, and of one for no runtime that has other codes than ``runtime``."""
     if not active:
         warnings.warn(
-            f"export_onnx: {type(model).__name__} has no active quantizer; "
+            f"export_onnx: {float_name(model)} has no active quantizer; "
             "the file will hold a float model",
             stacklevel=3,
         )

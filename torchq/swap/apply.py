@@ -28,7 +28,12 @@ from torchq.nn.calls.modules import (
     route_,
 )
 from torchq.nn.calls.routes import CallSite
-from torchq.nn.convert import float_class_of, unchanged_on_error, unparametrized
+from torchq.nn.convert import (
+    float_class_of,
+    float_name,
+    unchanged_on_error,
+    unparametrized,
+)
 from torchq.nn.integer_kernel import IntegerKernel
 from torchq.nn.modules.frozen_batchnorm import thawed
 from torchq.nn.modules.operators import OPERATORS, QuantCat, stand_in
@@ -629,6 +634,6 @@ def _check_restored(model: nn.Module, example: object, outcome: Outcome) -> None
     except ResultsDiffer as error:
         if unrepeatable_module(model, example, Outcome.of(model, example)) is None:
             raise QuantizationError(
-                f"restore_: {type(model).__name__}: the float model {error}; expected what the "
+                f"restore_: {float_name(model)}: the float model {error}; expected what the "
                 "quantized one computes with every quantizer off. Call restore_ without an example"
             ) from None

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchq.graph import tensors_in
+from torchq.nn.convert import float_name
 from torchq.utils import counting_operations, is_torchs_own, unfused_attention
 
 #: Below this share of what the user did not exclude, a warning says why.
@@ -221,7 +222,7 @@ def warn_if_small(model: nn.Module, share: Share | None) -> None:
     hidden = len(reasons) - _REASONS_SHOWN
     more = f"; {hidden} more" if hidden > 0 else ""
     warnings.warn(
-        f"{type(model).__name__}: only {share}. Float stay {'; '.join(reasons[:_REASONS_SHOWN])}"
+        f"{float_name(model)}: only {share}. Float stay {'; '.join(reasons[:_REASONS_SHOWN])}"
         f"{more}",
         stacklevel=3,
     )

@@ -45,6 +45,7 @@ from torchq.errors import CalibrationError, ConfigError, TorchqError
 from torchq.formats import PerTensor
 from torchq.graph import Forward, call_arguments, call_model
 from torchq.nn import QuantModule, TensorQuantizer, switched_off
+from torchq.nn.convert import float_name
 from torchq.runtime import planned_runtime, planned_target
 from torchq.runtimes.beside_float import speed
 from torchq.runtimes.timing import can_be_timed
@@ -101,7 +102,7 @@ def collect(
     data = {
         "torchq": __version__,
         "torch": torch.__version__,
-        "model": type(model).__name__,
+        "model": float_name(model),
         "batches": len(batches),
         "inputs": sum(map(batch_size, batches)),
         "outputs": vars(outputs),

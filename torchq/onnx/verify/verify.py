@@ -18,6 +18,7 @@ from torchq.formats import SCALE_TYPES
 from torchq.graph import call_arguments, call_model, tensors_in
 from torchq.graph.operators import BATCH_NORMS
 from torchq.nn import TensorQuantizer, switched_off
+from torchq.nn.convert import float_name
 from torchq.nn.correction import folded_corrections
 from torchq.nn.integer_bias import rounded_biases
 from torchq.onnx.coverage import Coverage
@@ -526,7 +527,7 @@ def _results(model: nn.Module, batch: object) -> list[Tensor]:
         raise
     except Exception as error:  # A model may raise anything.
         raise ExportError(
-            f"verify_onnx: {type(model).__name__} fails on a batch that fits the file "
+            f"verify_onnx: {float_name(model)} fails on a batch that fits the file "
             f"({first_line(error)}); expected the model that was exported"
         ) from error
 
@@ -851,7 +852,7 @@ def _off_in_the_model(model: nn.Module, stored: tuple[str, ...]) -> list[str]:
     }
     if not active and stored:
         raise ExportError(
-            f"verify_onnx: {type(model).__name__} has no active quantizer, but the file is "
+            f"verify_onnx: {float_name(model)} has no active quantizer, but the file is "
             "quantized; expected the quantized model that was exported"
         )
     # Other programs name their nodes in other ways.

@@ -21,6 +21,7 @@ from torchq.formats import PerTensor
 from torchq.graph import call_arguments, call_model, map_tensors
 from torchq.lowering.api import simulated_copy
 from torchq.nn import TensorQuantizer
+from torchq.nn.convert import float_name
 from torchq.nn.correction import fold_corrections_
 from torchq.nn.integer_bias import rounded_biases
 from torchq.nn.tensor_quantizer import Delegate
@@ -94,7 +95,7 @@ def traced(model: nn.Module, example: object) -> tuple[ExportedProgram, dict[str
         except Exception as error:
             line = str(error).strip().partition("\n")[0]
             raise ExportError(
-                f"{type(model).__name__}: torch.export cannot trace it ({type(error).__name__}: "
+                f"{float_name(model)}: torch.export cannot trace it ({type(error).__name__}: "
                 f"{line}); expected a model without code that depends on values. Trace the parts "
                 "that can be, or change that code"
             ) from error
