@@ -216,6 +216,22 @@ CALLS: dict[str, tuple[Made, Callable[[Any, Path], Any]]] = {
         lambda m, _: torchq.analysis.Detections().against(m, BATCHES),
     ),
     "graph.Graph": (plain, lambda m, _: str(Graph(m, ROWS).module.graph)),
+    "graph.call_model": (plain, lambda m, _: torchq.graph.call_model(m, ROWS)),
+    "graph.record": (plain, lambda m, _: len(torchq.graph.record(m, ROWS).calls)),
+    "graph.trace": (
+        plain,
+        lambda m, _: str(torchq.graph.trace(m, ROWS).graph_module.graph),
+    ),
+    "swap.apply_": (
+        plain,
+        lambda m, _: torchq.swap.apply_(m, torchq.plan(plain(), RECIPE)),
+    ),
+    "swap.plan_of": (calibrated, lambda m, _: torchq.swap.plan_of(m).table()),
+    "runtimes.speed": (
+        calibrated,
+        lambda m, _: torchq.runtimes.speed(m, ROWS, time=lambda path: 1.0),
+    ),
+    "nn.shared_groups": (calibrated, lambda m, _: torchq.nn.shared_groups(m)),
     "nn.share_quantizers_": (
         swapped,
         lambda m, _: torchq.nn.share_quantizers_(m, QUANTIZERS).name,
@@ -289,7 +305,7 @@ CALLS: dict[str, tuple[Made, Callable[[Any, Path], Any]]] = {
     ),
 }
 #: Packages whose functions users call with models of their own.
-PACKAGES = ("", "analysis", "onnx", "ptq", "qat", "workflow")
+PACKAGES = ("", "analysis", "onnx", "ptq", "qat", "runtimes", "swap", "workflow")
 
 
 #: These time files, make two reports, or export by torch's newer exporter.

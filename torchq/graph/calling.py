@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq.errors import ConfigError
-from torchq.utils import unwrapped
+from torchq.utils import network_of, unwrapped
 
 #: Runs a model on a batch in a way of the user's own: ``forward(model, batch)``.
 Forward = Callable[[nn.Module, Any], Any]
@@ -72,6 +72,7 @@ def prepared_call(
         example = move_to(example, device)
     if forward is not None:
         return partial(forward, model, with_copies(example))
+    model = network_of(model)
     args, kwargs = with_copies(call_arguments(model, example))
     return partial(_called, model, args, kwargs)
 

@@ -21,7 +21,7 @@ from torchq.graph.operators import (
 )
 from torchq.graph.tracing import is_torch_leaf
 from torchq.graph.values import ValueTracker, has_form_of, returned_operand
-from torchq.utils import child_path, random_kept, untouched
+from torchq.utils import child_path, network_of, random_kept, untouched
 
 #: How the names of functions begin that make random numbers.
 _RANDOM = (
@@ -427,6 +427,7 @@ def record(
             before each of its calls, with None as the result, and after it, unrecorded.
         tracker: follows the values of the run; functions of ``watch`` may ask it.
     """
+    model = network_of(model)
     recorder = _Recorder(model, tracker)
     call = prepared_call(model, example, forward=forward)
     leaf = (recorder.begin_leaf, recorder.end_leaf)

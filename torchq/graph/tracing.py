@@ -17,7 +17,7 @@ from torch import fx, nn
 from torchq.errors import GraphError
 from torchq.graph.calling import call_arguments, tensors_in, version_of, with_copies
 from torchq.graph.operators import OVERWRITES
-from torchq.utils import evaluating, random_kept, state_kept, untouched
+from torchq.utils import evaluating, network_of, random_kept, state_kept, untouched
 
 log = logging.getLogger(__name__)
 
@@ -353,6 +353,7 @@ def trace(model: nn.Module, example: object) -> Trace:
         >>> found.level, [node.name for node in found.graph_module.graph.nodes]
         ('module', ['input_1', '_0', 'output'])
     """
+    model = network_of(model)
     args, kwargs = call_arguments(model, example)
     try:
         return _with_fx(model, args, kwargs)

@@ -97,6 +97,7 @@ def plan_of(model: nn.Module) -> Plan:
         >>> torchq.quantize_(model) == plan_of(model)
         True
     """
+    model = network_of(model)
     current = as_it_is(model)
     for prefix, plan in reversed(recorded_plans(model)):
         current = replace(
@@ -303,6 +304,7 @@ def apply_(model: nn.Module, plan: Plan, example: object = None) -> None:
         raise ConfigError(
             f"apply_: {where}: got {got!r}; expected {expected}. Use what torchq.plan returned"
         )
+    model = network_of(model)
     runtime = runtime_with(plan.target, plan.settings)
     with unchanged_on_error(model):
         if as_it_is(model).outcome() == plan.outcome():
