@@ -338,3 +338,32 @@ def test_an_image_of_one_pixel_keeps_its_memory_order() -> None:
     assert report.explain("pooled").count("output uint8") == 1
     with torchq.disabled(model):
         assert torch.equal(model(x), expected)
+
+
+class HardSwishes(nn.Module):
+    """Activations as converters to ONNX write them: a sum with 3 reads the result beside a product.
+
+    The sum is not folded into the convolution, whose result the product reads too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 3)
+        self.second = nn.Conv2d(16, 16, 3)
+        self.head = nn.Conv2d(16, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.first, self.second):
+            x = layer(x)
+            x = x * torch.clamp(x + 3, 0, 6) / 6
+        return self.head(x)
+
+
+def test_a_sum_that_cannot_be_folded_reads_a_quantized_result() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 16, 16)
+    model = HardSwishes().eval()
+    report = quantized(model, x)
+    assert outputs(model) == {"first": False, "second": False}
+    in_float = [d.name for d in report.replaced if d.float_kernel]
+    assert in_float == ["head"]  # The model returns its result.

@@ -553,7 +553,8 @@ class _Readers:
     def _follow(self, call: Call, *, moved: bool, activated: bool) -> None:
         if call.index in self._flow.outputs:
             self.returned = True
-        for reader in self._flow.consumers(call):
+        readers = self._flow.consumers(call)
+        for reader in readers:
             if self._view.quantizes(reader):
                 continue
             if self._view.is_last_layer(reader):
@@ -567,7 +568,13 @@ class _Readers:
                 self._follow(reader, moved=True, activated=activated)
             elif pads_with_zeros(reader) and self._is_before_convolutions(reader):
                 continue
-            elif not moved and not activated and self._is_affine(reader, call):
+            elif (
+                len(readers) == 1
+                and not moved
+                and not activated
+                and self._is_affine(reader, call)
+            ):
+                # It can be folded into the layer, as nothing else reads what stands before it.
                 self._follow(reader, moved=moved, activated=activated)
             else:
                 self.in_float = True
