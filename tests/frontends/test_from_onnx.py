@@ -224,6 +224,8 @@ def test_unknown_operators_are_named_all_at_once() -> None:
             "Read the file from before its runtime optimized it",
         ),
         ("QLinearConv", "", ".*quant_format=QuantFormat.QDQ"),
+        ("ConvInteger", "", "It chooses scales at run time.*read the float file"),
+        ("DynamicQuantizeLSTM", "com.microsoft", "It chooses scales at run time"),
     ],
 )
 def test_operators_of_optimized_and_quantized_files_are_refused_with_advice(
@@ -516,3 +518,51 @@ def test_an_operator_that_needs_the_fixed_batch_is_named(op_type: str) -> None:
     message = rf"from_onnx: {name} '{name}_\d+' computes with the batch of 1 that the file fixes"
     with pytest.raises(FrontendError, match=message):
         torchq.from_onnx(taken(op_type), free_batch=True)
+
+
+def recogniser() -> Any:
+    """A head as PaddlePaddle writes one: attention over columns, of sizes that it computes.
+
+    Inference of the package onnx knows nothing behind such a Reshape of these operators.
+    """
+    w = Writer(12)
+    x = w.input("x", ["batch", 3, "height", "width"])
+    y = w.conv(x, 3, 8)
+    first_two = w.node(
+        "Slice", w.node("Shape", y), w.constant([0]), w.constant([2]), w.constant([0])
+    )
+    rows = w.node("Reshape", y, w.node("Concat", first_two, w.constant([-1]), axis=0))
+    rows = w.node("Transpose", rows, perm=[0, 2, 1])
+    sizes = w.node("Cast", w.node("Shape", rows), to=onnx.TensorProto.INT32)
+    length = w.node("Slice", sizes, w.constant([1]), w.constant([2]), w.constant([0]))
+    length = w.node("Cast", length, to=onnx.TensorProto.INT64)
+    parts = [w.constant([0]), length, *(w.constant([n]) for n in (3, 2, 4))]
+    heads = w.node("MatMul", rows, w.random(8, 24))
+    heads = w.node("Reshape", heads, w.node("Concat", *parts, axis=0))
+    heads = w.node("Transpose", heads, perm=[2, 0, 3, 1, 4])
+    query, key, value = (
+        w.node(
+            "Squeeze",
+            w.node(
+                "Slice", heads, w.constant([n]), w.constant([n + 1]), w.constant([0])
+            ),
+            axes=[0],
+        )
+        for n in range(3)
+    )
+    scores = w.node("MatMul", query, w.node("Transpose", key, perm=[0, 1, 3, 2]))
+    return w.model(w.node("MatMul", w.node("Softmax", scores, axis=-1), value))
+
+
+def test_sizes_that_a_reshape_computes_stay_sizes(tmp_path: Path) -> None:
+    """So the whole is followed without an example, and torch can export it."""
+    x = torch.randn(2, 3, 6, 10)
+    model = assert_agrees(recogniser(), {"x": x}).eval()
+    torchq.quantize_(model, target="onnxruntime", example=x)
+    report = torchq.fuse_(model)
+    assert (len(report.fused), len(report.refused)) == (1, 0)
+    torchq.calibrate(model, [x], progress=False)
+    path = tmp_path / "net.onnx"
+    torchq.export_onnx(model, x, path, progress=False)
+    other = torch.randn(3, 3, 6, 10)
+    assert torchq.verify_onnx(model, path, [x, other], progress=False).ok

@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -185,20 +186,61 @@ def test_results_that_are_not_finite_are_differences(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("moved", "ok"), [((7,), True), ((7, 90), False), ((), True)], ids=str
+    ("moved", "ok"),
+    [((7,), True), ((7, 90), False), ((), True), ((0,), False), ((127,), False)],
+    ids=str,
 )
+@pytest.mark.parametrize("share", [exposed.APPROXIMATE_SHARE, exposed.MERGED_SHARE])
 def test_a_function_of_codes_may_have_one_code_at_a_border(
-    moved: tuple[int, ...], ok: bool
+    moved: tuple[int, ...], ok: bool, share: float
 ) -> None:
-    """A small tensor holds the same input code many times, so its result differs as often."""
+    """A small tensor holds the same input code many times, so its result differs as often.
+
+    A product of codes with a function of the same codes is such a function. The first and the last
+    code are those of clipped values, which lie at no border.
+    """
     expected = torch.arange(128.0).repeat(10)
     actual = expected.clone()
     for code in moved:
         actual[expected == code] += 1
-    share = exposed.APPROXIMATE_SHARE
     codes = Codes("gate_quantizer", "", Behind((), share), {})
     codes.add(expected, actual, torch.float32)
     assert codes.result().ok is ok
     behind_a_layer = Codes("gate_quantizer", "", Behind(("conv",), share), {})
     behind_a_layer.add(expected, actual, torch.float32)
     assert behind_a_layer.result().ok is (not moved)
+
+
+class Rare(nn.Module):
+    """A detector of something rare: its only result is a probability of about e to the -10."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 1, 8)
+        nn.init.constant_(self.conv.bias, -10.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(self.conv(x))
+
+
+@pytest.mark.parametrize(("added", "ok"), [(0.0, True), (1e-6, False)])
+def test_a_small_probability_is_as_right_as_the_functions_of_libraries(
+    added: float, ok: bool, tmp_path: Path
+) -> None:
+    """They are right to a unit in the last place of 1, not of a small result."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 3, 8, 8)
+    model = simulated(Rare().eval(), [x])
+    path = tmp_path / "net.onnx"
+    torchq.export_onnx(model, x, path, progress=False)
+    file = onnx.load(path)
+    result = file.graph.output[0].name
+    producer = next(n for n in file.graph.node if n.output[0] == result)
+    producer.output[0] = "probability"
+    number = onnx.numpy_helper.from_array(np.float32(5e-8 + added), "number")
+    file.graph.initializer.append(number)
+    file.graph.node.append(
+        onnx.helper.make_node("Add", ["probability", "number"], [result])
+    )
+    onnx.save(file, path)
+    assert torchq.verify_onnx(model, path, [x], progress=False).ok is ok

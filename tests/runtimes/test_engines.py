@@ -395,6 +395,28 @@ def test_what_a_model_amplifies_is_no_fault_of_an_engine(
     assert runs_as_written(copy.deepcopy(module), x) is expected
 
 
+@pytest.mark.parametrize(("offset", "at_ties"), [(0.5, True), (0.25, False)])
+def test_ties_of_a_model_that_reads_indices_are_no_fault_of_an_engine(
+    offset: float, at_ties: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Indices cannot be changed a little, as other inputs are; what quantizers read can."""
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(-2, 2, (20, 16), generator=generator) + offset
+    words[0] = 127  # So the scale is 1.
+    model = nn.Sequential(nn.Embedding.from_pretrained(words), nn.Linear(16, 4)).eval()
+    ids = torch.randint(1, 20, (2, 5), generator=generator)
+    torchq.quantize_(model, SEVEN_BITS)
+    torchq.calibrate(model, [torch.arange(20)[None]], correct=False, progress=False)
+    off = spoiled(lambda run, feeds: [y * 1.2 for y in run(feeds)])
+    monkeypatch.setattr(OnnxRuntime, "open", off)
+    if at_ties:
+        with pytest.warns(UserWarning, match="amplifies values that are rounded"):
+            torchq.deploy(model, ids, target="onnxruntime")
+    else:
+        with pytest.raises(ExportError, match="something else than its file says"):
+            torchq.deploy(model, ids, target="onnxruntime")
+
+
 class Counting(nn.Module):
     """A model that returns the number of its rows beside a tensor."""
 

@@ -162,7 +162,9 @@ class OnnxEngine(FileEngine):
             raise ExportError(f"{deviates}. {advice}")
         # Where the layers are those of the session, the module need only be this session.
         most = RESULT_TOLERANCE if shows_session else EQUAL_RESULTS
-        if not runs_as_written(module, check.example, most):
+        is_written = runs_as_written(module, check.example, most)
+        # Numbers that index a table cannot be moved a little, so ties are moved as well.
+        if not is_written and check.unexplained(module, most):
             raise ExportError(
                 f"{deviates}, while the file agrees where it is run node by node: the engine "
                 "computes "

@@ -327,9 +327,15 @@ def _without_functions(
 
 def _advice(unknown: Iterable[str]) -> str:
     """Return how to do without operators that have no converter."""
+    kinds = [name.rpartition(".")[2] for name in unknown]
     if any(
-        name.rpartition(".")[2].startswith(("QLinear", "QGemm")) for name in unknown
+        kind.startswith(("ConvInteger", "MatMulInteger", "Dynamic")) for kind in kinds
     ):
+        return (
+            "It chooses scales at run time, as files of quantize_dynamic do: read the float file "
+            "that it was made from"
+        )
+    if any(kind.startswith(("QLinear", "QGemm")) for kind in kinds):
         return "Quantize the float file again with quant_format=QuantFormat.QDQ"
     if any(name.startswith("com.microsoft.") for name in unknown):
         return "Read the file from before its runtime optimized it"

@@ -25,6 +25,8 @@ def infer_types(
     try:
         onnx = import_optional("onnx", "from_onnx")
         light = onnx.shape_inference.infer_shapes(light)
+        while _note_ranks(light.graph, where):
+            light = onnx.shape_inference.infer_shapes(light)
     # The binding raises several kinds; the rest may still be converted.
     except Exception as error:
         log.debug("%s: shapes are not known: %s", where, error)
@@ -46,6 +48,31 @@ def infer_types(
                 for d in sizes
             ]
     return shapes, {name: dtype_of(kind.elem_type) for name, kind in types.items()}
+
+
+def _note_ranks(graph: Any, where: str) -> bool:
+    """Note how many sizes results of Reshape have where inference knows none; return True if new.
+
+    A target that is computed from sizes, with a constant beside them, is unknown to inference; its
+    length is known, and what follows can be inferred from that.
+    """
+    is_new = False
+    for inner in graphs(graph, where):
+        known = {v.name: v for v in (*inner.input, *inner.value_info, *inner.output)}
+        lengths = {tensor.name: list(tensor.dims) for tensor in inner.initializer}
+        for name, value in known.items():
+            kind = value.type.tensor_type
+            if kind.HasField("shape"):
+                lengths[name] = [d.dim_value for d in kind.shape.dim]
+        for node in inner.node:
+            result = known.get(node.output[0]) if node.op_type == "Reshape" else None
+            length = lengths.get(node.input[1], [0]) if result is not None else [0]
+            if result is None or node.output[0] in lengths or not any(length):
+                continue
+            for _ in range(length[0]):
+                result.type.tensor_type.shape.dim.add()
+            is_new = True
+    return is_new
 
 
 def _light_copy(model: Any) -> Any:

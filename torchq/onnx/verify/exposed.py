@@ -60,6 +60,10 @@ _APPROXIMATE = names(
     "HardSwish InstanceNormalization LSTM LayerNormalization Log LogSoftmax Mish Pow RNN "
     "Reciprocal ReduceL2 Resize RMSNormalization Sigmoid Softmax Softplus Sqrt Tanh"
 )
+#: What returns values up to 1, with an error that does not get smaller where the values do: ONNX
+#: Runtime's sigmoid of -10 is right to 5e-8, a thousandth of itself.
+_UP_TO_ONE = names("HardSigmoid Sigmoid Softmax Tanh")
+ROUNDING_OF_ONE = 2**-22
 
 
 @dataclass(frozen=True)
@@ -286,12 +290,14 @@ class Behind:
         share: how many of its codes may be another one, by the operators among them.
         dtype: the type of a strongly typed file.
         steps: by how much they may be off.
+        rounding: by how much the values themselves may be off, where they are small.
     """
 
     layers: tuple[str, ...]
     share: float
     dtype: torch.dtype | None = None
     steps: int = 1
+    rounding: float = 0.0
 
 
 def behind(value: Value | None, share: float = SHARE) -> Behind:
@@ -299,11 +305,14 @@ def behind(value: Value | None, share: float = SHARE) -> Behind:
     layers: dict[str, None] = {}
     pending = [value]
     visited = {value}
+    rounding = 0.0
     while pending:
         current = pending.pop()
         node = None if current is None else current.producer()
         if node is None:
             continue
+        if node.op_type in _UP_TO_ONE:
+            rounding = ROUNDING_OF_ONE
         if node.op_type == "DequantizeLinear":
             if is_constant(node.inputs[0]):
                 layers[pair_name(node).removesuffix(".weight_quantizer")] = None
@@ -326,7 +335,7 @@ def behind(value: Value | None, share: float = SHARE) -> Behind:
         new = [v for v in node.inputs if v is not None and v not in visited]
         visited.update(new)
         pending += new
-    return Behind(tuple(layers), share)
+    return Behind(tuple(layers), share, rounding=rounding)
 
 
 def _is_float_weight(value: Value) -> bool:

@@ -385,11 +385,15 @@ class Codes:
         self._differ = 0
         self._max = 0.0
         self._least = behind.share
+        self._rounding = behind.rounding
         self._share = 0.0
         #: Code of the model and of the file -> how often one stands for the other, where all
         #: values are a function of codes: one input code at a border is found many times.
         self._pairs: Counter[tuple[float, float]] = Counter()
-        self._is_of_codes = not behind.layers and behind.share == APPROXIMATE_SHARE
+        #: The smallest and the largest code of the model, where clipped values lie, at no border.
+        self._ends = (math.inf, -math.inf)
+        is_pointwise = behind.share in (APPROXIMATE_SHARE, MERGED_SHARE)
+        self._is_of_codes = not behind.layers and is_pointwise
 
     def add(self, expected: Tensor, found: Tensor, dtype: torch.dtype) -> None:
         """Add codes of one batch, of values in a type; the layers may have a shorter one."""
@@ -406,6 +410,12 @@ class Codes:
                 expected[is_next].tolist(), found[is_next].tolist(), strict=True
             )
             self._pairs.update(pairs)
+            if expected.numel():
+                least, most = self._ends
+                self._ends = (
+                    min(least, float(expected.min())),
+                    max(most, float(expected.max())),
+                )
         half = HALF_SHARES.get(self._half or dtype)
         of_codes = not self._fixed[1]
         if half is not None and of_codes and self._least >= MERGED_SHARE:
@@ -415,7 +425,8 @@ class Codes:
     def add_output(self, expected: Tensor, found: Tensor) -> None:
         """Add one batch of an output; elements beyond float rounding differ."""
         share = ROUNDING.get(self._half or expected.dtype, EQUAL)
-        self._count(difference(expected, found), allowed_gap(expected.double(), share))
+        least = max(allowed_gap(expected.double(), share), self._rounding)
+        self._count(difference(expected, found), least)
 
     def _count(self, gap: Tensor, least: float) -> None:
         self._elements += gap.numel()
@@ -425,9 +436,8 @@ class Codes:
     def result(self) -> LayerAgreement:
         """Return the counts over all batches."""
         allowed = MORE + int(self._share * self._elements) if self._share else 0
-        if self._pairs:
-            (_, most) = self._pairs.most_common(1)[0]
-            allowed += most - 1
+        inside = [n for (code, _), n in self._pairs.items() if code not in self._ends]
+        allowed += max(inside, default=1) - 1
         return LayerAgreement(
             self.name, self._elements, self._differ, self._max, allowed, *self._fixed
         )
