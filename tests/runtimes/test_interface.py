@@ -1,14 +1,18 @@
-"""How a deployed graph reads the arguments of a call."""
+"""How a deployed graph reads the arguments of a call, and gives results back."""
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from torchq.errors import InputError
-from torchq.runtimes.interface import CallSignature, GraphInput
+import torchq
+from torchq.errors import ExportError, InputError
+from torchq.runtimes.interface import CallSignature, GraphInput, flatten
 
 CPU = torch.device("cpu")
 X = torch.zeros(2, 3)
@@ -74,3 +78,57 @@ def test_an_argument_that_is_left_out_has_its_default() -> None:
             InputError, match="'flag': got False; expected True, which is built into"
         ):
             signature.bind(args, kwargs, CPU)
+
+
+class Cache:
+    """Holds tensors where nobody finds them, as that of a language model."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.keys = x
+
+
+@dataclass
+class Unregistered:
+    scores: Tensor
+
+
+def test_objects_beside_the_tensors_of_results_are_left_out() -> None:
+    tensors, structure = flatten({"scores": X, "cache": Cache(Y), "again": X})
+    assert tensors == [X]
+    assert structure.left_out == (f"{__name__}.Cache",)
+    assert structure.rebuild([Y]) == {"scores": Y, "cache": None, "again": Y}
+    assert structure.tensors_of({"scores": Y, "cache": Cache(X), "again": Y}) == [Y]
+
+
+@pytest.mark.parametrize("results", [Cache(X), [Unregistered(X), Y], (None, Cache(X))])
+def test_results_in_objects_that_no_graph_returns_are_refused(results: object) -> None:
+    with pytest.raises(ExportError, match="expected tensors in tuples, lists"):
+        flatten(results)
+
+
+class Cached(nn.Module):
+    """Returns what a language model does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        states = self.first(x).relu()
+        return {"scores": self.last(states), "cache": Cache(states)}
+
+
+def test_deploy_and_export_leave_a_cache_out_and_say_so(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    torch.manual_seed(0)
+    model, x = Cached().eval(), torch.randn(16, 3)
+    config = torchq.recipes.int8(reduce_range=True)
+    torchq.quantize_(model, config, target="onnxruntime", example=x)
+    torchq.calibrate(model, [x], progress=False)
+    with pytest.warns(UserWarning, match=r"export_onnx: .*Cache, .*leaves it out"):
+        torchq.export_onnx(model, x, tmp_path / "m.onnx", dynamo=False, progress=False)
+    with pytest.warns(UserWarning, match=r"deploy: .*Cache, .*returns None in its"):
+        deployed = torchq.deploy(model, x, progress=False)
+    expected, got = model(x), deployed(x)
+    torch.testing.assert_close(got["scores"], expected["scores"])
+    assert got["cache"] is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 
 from torch import nn
@@ -127,10 +128,24 @@ def deploy(
             result = chosen.build(task)
             name = chosen.name
         result.checked = task.line_of(result)  # type: ignore[assignment]
+        _warn_of_left_out(result)
         add_placeholder_(result, placeholder_for(model, example))
     if not isinstance(result, EngineModule):
         result.target = name  # type: ignore[assignment]
     return result
+
+
+def _warn_of_left_out(result: nn.Module) -> None:
+    """Warn of what the model returns and a file has no type for."""
+    left_out: tuple[str, ...] = ()
+    if isinstance(result, EngineModule):
+        left_out = result.interface.structure.left_out
+    if left_out:
+        warnings.warn(
+            f"deploy: the model returns {', '.join(left_out)}, which a file has no type for; the "
+            "deployed model returns None in its place. Use target='torch' to keep it",
+            stacklevel=3,
+        )
 
 
 def _engine(model: nn.Module, example: object, target: str | Runtime | None) -> Engine:

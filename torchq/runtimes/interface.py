@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from torchq.errors import ExportError, InputError
-from torchq.graph import call_arguments
+from torchq.graph import call_arguments, tensors_in
+from torchq.utils import qualified_name
 
 _EMPTY = inspect.Parameter.empty
 _BY_PLACE = (
@@ -217,11 +218,13 @@ class Structure:
     Attributes:
         spec: the containers, as torch's pytree describes them.
         leaves: what is in them: ``_Place`` for a tensor, of which one may have several places, or
-            the constant itself.
+            the constant itself; None for what is left out.
+        left_out: the classes of what no graph returns, such as the cache of a language model.
     """
 
     spec: pytree.TreeSpec
     leaves: tuple[object, ...]
+    left_out: tuple[str, ...] = ()
 
     def rebuild(self, tensors: Sequence[Tensor]) -> Any:
         """Return the results with these tensors in the places."""
@@ -248,7 +251,11 @@ class _Place:
 
 
 def flatten(value: object) -> tuple[list[Tensor], Structure]:
-    """Return the tensors in the results of a model, each once, and their structure."""
+    """Return the tensors in the results of a model, each once, and their structure.
+
+    Objects beside the tensors are left out, as :func:`torchq.export_onnx` does, unless they hold
+    tensors that a result is known to consist of.
+    """
     tensors: dict[int, Tensor] = {}
     places: dict[int, _Place] = {}
     leaves, spec = pytree.tree_flatten(value)
@@ -256,14 +263,20 @@ def flatten(value: object) -> tuple[list[Tensor], Structure]:
         if isinstance(leaf, Tensor):
             tensors[id(leaf)] = leaf
             places.setdefault(id(leaf), _Place(len(places)))
-        elif not isinstance(leaf, _CONSTANTS):
-            raise ExportError(
-                f"deploy: the model returns a {type(leaf).__name__}; expected tensors in tuples, "
-                "lists, dictionaries and classes of torch.export.register_dataclass, which a graph "
-                "can return. Use target='torch'"
-            )
-    leaves_or_places = tuple(places.get(id(leaf), leaf) for leaf in leaves)
-    return list(tensors.values()), Structure(spec, leaves_or_places)
+    others = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *_CONSTANTS))]
+    refused = [x for x in others if not tensors or any(True for _ in tensors_in(x))]
+    if refused:
+        raise ExportError(
+            f"deploy: the model returns a {type(refused[0]).__name__}; expected tensors in tuples, "
+            "lists, dictionaries and classes of torch.export.register_dataclass, which a graph "
+            "can return. Use target='torch'"
+        )
+    left_out = {id(leaf) for leaf in others}
+    leaves_or_places = tuple(
+        None if id(leaf) in left_out else places.get(id(leaf), leaf) for leaf in leaves
+    )
+    names = tuple(dict.fromkeys(qualified_name(type(leaf)) for leaf in others))
+    return list(tensors.values()), Structure(spec, leaves_or_places, names)
 
 
 #: The shape of each input of a call, by name.
