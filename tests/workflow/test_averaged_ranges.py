@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from torchq.workflow import averaged_ranges
+from torchq.workflow import added_operators, averaged_ranges
 from torchq.workflow.runs import Comparison
 
 SIZE = 16
@@ -148,3 +148,33 @@ def test_an_interrupt_brings_the_ranges_back(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(KeyboardInterrupt):
         calibrated(model, force=True)
     assert torch.equal(model.head.input_quantizer.amax, before)
+
+
+@pytest.mark.parametrize(("reads", "runs_more"), [(0.0, True), (8.0, False)])
+def test_a_handful_of_samples_drops_ranges_and_keeps_none(
+    reads: float, runs_more: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    of_all = added_operators.FewSamples.of_all
+
+    def noted(few: added_operators.FewSamples) -> Any:
+        seen.append("more")
+        return of_all(few)
+
+    monkeypatch.setattr(added_operators.FewSamples, "of_all", noted)
+    # What is looked at is the gain, so no noise is too small.
+    monkeypatch.setattr(averaged_ranges, "_NOTICED", 0.0)
+    report = calibrated(quantized(reads))
+    assert report.averages.tried and bool(report.averages.averaged) == runs_more
+    assert bool(seen) == runs_more
+
+
+def test_what_a_handful_does_not_show_keeps_the_whole_ranges(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The large values, which the head reads, are not in the first samples of a batch."""
+    monkeypatch.setattr(averaged_ranges, "_NOTICED", 0.0)
+    batches = [samples(seed).roll(10, 0) for seed in (3, 4)]
+    report = calibrated(quantized(8.0), batches)
+    assert report.averages.tried and report.averages.outputs.is_worse
+    assert not report.averages.averaged

@@ -287,6 +287,7 @@ class FewSamples:
         self._of_first: list[Sample] | None = None
         self._of_all: list[Sample] | None = None
         self._results: list[list[Tensor]] | None = None
+        self._results_of_first: list[list[Tensor]] | None = None
 
     def of_first(self) -> list[Sample]:
         """Return those that operators are ranked on."""
@@ -295,6 +296,10 @@ class FewSamples:
             if are_all:
                 self._of_all = self._of_first
         return self._of_first
+
+    def first_are_all(self) -> bool:
+        """Return True where operators are ranked on all that changes are compared on."""
+        return self.of_first() is self._of_all
 
     def of_all(self) -> list[Sample]:
         """Return a few of every batch."""
@@ -310,13 +315,16 @@ class FewSamples:
 
     def results_of_first(self) -> list[list[Tensor]]:
         """Return what the model gives for those that operators are ranked on."""
-        if self.of_first() is self._of_all:
+        if self.first_are_all():
             return self.results()
-        return results_of(self._runs.model, self.of_first())
+        if self._results_of_first is None:
+            self._results_of_first = results_of(self._runs.model, self.of_first())
+        return self._results_of_first
 
     def forget_results(self) -> None:
         """Run the model again for the next results, as it has changed."""
         self._results = None
+        self._results_of_first = None
 
 
 def _some_samples(runs: Runs, count: int) -> tuple[list[Sample], bool]:
@@ -900,7 +908,7 @@ def _tried(
             after = results_of(model, samples)
             outputs = compared(model, samples, before, after, group)
             choice = replace(choice, outputs=outputs)
-            error = _error_of_gain(model, samples, (before, after), group)
+            error = error_of_gain(model, samples, (before, after), group) or 0.0
             if not choice.gain - _STANDARD_ERRORS * error >= _LEAST_GAIN:
                 raise _Dropped
     except _Dropped:
@@ -909,13 +917,15 @@ def _tried(
     return choice
 
 
-def _error_of_gain(
+def error_of_gain(
     model: nn.Module,
     samples: Sequence[Sample],
     results: tuple[Sequence[Sequence[Tensor]], Sequence[Sequence[Tensor]]],
     group: dist.ProcessGroup | None,
-) -> float:
-    """Return the standard error of a gain at the outputs, in dB, as samples differ; 0 for one.
+) -> float | None:
+    """Return the standard error of a gain at the outputs, in dB, as samples differ.
+
+    None stands for one that is not known: of a single sample, or without any noise.
 
     The gain is ``10 log10(sum of b / sum of a)`` over the noise b without and a with a change in
     each sample. Small changes of both sums add up, so its variance is that of a sum over samples
@@ -929,7 +939,7 @@ def _error_of_gain(
         noise = torch.cat([noise, rows], 1)
     count, *totals = _summed([noise.shape[1], *noise.sum(1).tolist()], group, device)
     if count < 2 or not all(0 < total < math.inf for total in totals):
-        return 0.0
+        return None
     before, after = noise / torch.tensor(totals, dtype=torch.float64)[:, None]
     (squares,) = _summed([float((before - after).square().sum())], group, device)
     return 10 / math.log(10) * math.sqrt(squares * count / (count - 1))

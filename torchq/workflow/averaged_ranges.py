@@ -14,20 +14,26 @@ of it weighs little beside the background that is rounded finer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchq.formats import PerTensor
 from torchq.nn import TensorQuantizer
 from torchq.utils import device_of, undone_on_error, watching
-from torchq.workflow.added_operators import FewSamples, compared, results_of
+from torchq.workflow.added_operators import (
+    FewSamples,
+    Sample,
+    compared,
+    error_of_gain,
+    results_of,
+)
 from torchq.workflow.runs import Comparison, Runs
 
 #: By how many dB the outputs must be nearer to float. The noise at the outputs of a detector of
@@ -37,6 +43,10 @@ _LEAST_GAIN = 1.5
 #: The noise over the signal from which on it is tried, 30 dB. With less of it hardly an answer of
 #: classifiers changes, and a detector at 36 dB had 5 dB less noise and lower scores with averages.
 _NOTICED = 1e-3
+#: The factor by which the noise of a handful of samples may be off.
+_UNSURE = 2.0
+#: By how many standard errors a handful must miss the gain, to be believed.
+_STANDARD_ERRORS = 2.0
 #: The part of a range that its average may be of, to be another one.
 _NARROWER = 0.9
 #: Samples that a tensor must have shown; the average of a few is no better known than the largest.
@@ -152,10 +162,6 @@ def _can_be_averaged(quantizer: TensorQuantizer) -> bool:
     return is_plain and by_ends and d.format.is_integer
 
 
-class _Dropped(Exception):
-    """The outputs are not nearer enough to those in float, so the whole ranges stay."""
-
-
 def choose_ranges_(
     runs: Runs,
     ends: SampleEnds,
@@ -183,24 +189,86 @@ def choose_ranges_(
     }
     if not averages:
         return RangeChoice()
-    quantizers = [ends.quantizers[name] for name in averages]
+    ranges = [(ends.quantizers[name], average) for name, average in averages.items()]
     choice = RangeChoice(tried=len(averages))
-    try:
-        with undone_on_error(*quantizers):
-            samples = few.of_all()
-            before = few.results()
-            exact = [sample.exact for sample in samples]
-            noise = compared(model, samples, exact, before, group).after
-            if noise is None or noise <= _NOTICED:
-                raise _Dropped
-            for quantizer, average in zip(quantizers, averages.values(), strict=True):
-                quantizer.calibrate_on(average.to(quantizer.amax), _BY_ENDS)
-            after = results_of(model, samples)
-            outputs = compared(model, samples, before, after, group)
-            choice = replace(choice, outputs=outputs)
-            if not outputs.gain >= _LEAST_GAIN:
-                raise _Dropped
-    except _Dropped:
+    verdict = _verdict(model, ranges, few, group)
+    if verdict.outputs is not None:
+        choice = replace(choice, outputs=verdict.outputs)
+    if not verdict.is_better:
         return choice
+    _set_(ranges)
     few.forget_results()
     return replace(choice, averaged=tuple(averages))
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """Whether averaged ranges stay, and the outputs that say so; None where noise alone did."""
+
+    is_better: bool
+    outputs: Comparison | None = None
+
+
+#: Quantizers, each with its averaged ends.
+_Ranges = Sequence[tuple[TensorQuantizer, Tensor]]
+
+
+def _verdict(
+    model: nn.Module, ranges: _Ranges, few: FewSamples, group: dist.ProcessGroup | None
+) -> _Verdict:
+    """Compare averaged ranges with the whole ones, first on a handful of samples.
+
+    It drops what shows too little noise or no gain there, beyond what samples differ by, as on most
+    networks. It keeps nothing: what averages clip may be in the samples that are not among them.
+    """
+    samples, before = few.of_first(), few.results_of_first()
+    noise = _noise(model, samples, before, group)
+    if noise is None or noise * _UNSURE <= _NOTICED:
+        return _Verdict(False)
+    with _averaged(ranges):
+        after = results_of(model, samples)
+    outputs = compared(model, samples, before, after, group)
+    error = error_of_gain(model, samples, (before, after), group)
+    if error is not None and outputs.gain + _STANDARD_ERRORS * error < _LEAST_GAIN:
+        return _Verdict(False, outputs)
+    # Other processes may have more samples than these. Here they may be all.
+    are_all = few.first_are_all()
+    samples, before = few.of_all(), few.results()
+    noise = _noise(model, samples, before, group)
+    if noise is None or noise <= _NOTICED:
+        return _Verdict(False)
+    if not are_all:
+        with _averaged(ranges):
+            after = results_of(model, samples)
+    outputs = compared(model, samples, before, after, group)
+    return _Verdict(outputs.gain >= _LEAST_GAIN, outputs)
+
+
+def _noise(
+    model: nn.Module,
+    samples: Sequence[Sample],
+    results: Sequence[Sequence[Tensor]],
+    group: dist.ProcessGroup | None,
+) -> float | None:
+    """Return the noise in results over their signal; None where they cannot be compared."""
+    exact = [sample.exact for sample in samples]
+    return compared(model, samples, exact, results, group).after
+
+
+class _TakenBack(Exception):
+    """The ranges are what they were."""
+
+
+@contextmanager
+def _averaged(ranges: _Ranges) -> Iterator[None]:
+    """Average ranges inside the ``with`` block."""
+    quantizers = [quantizer for quantizer, _ in ranges]
+    with suppress(_TakenBack), undone_on_error(*quantizers):
+        _set_(ranges)
+        yield
+        raise _TakenBack
+
+
+def _set_(ranges: _Ranges) -> None:
+    for quantizer, average in ranges:
+        quantizer.calibrate_on(average.to(quantizer.amax), _BY_ENDS)
