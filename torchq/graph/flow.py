@@ -90,6 +90,8 @@ class Call:
             computed of these and of numbers, as anchors are. Random numbers do not count.
         returned: the call whose result it returns or copies, whatever that is, as ``x * 1`` does;
             none where that is what the model reads. None for a call that computes something.
+        idle: it is a module that gave its input back in the run, and computed nothing, as those do
+            that drop branches in training.
     """
 
     index: int
@@ -103,6 +105,7 @@ class Call:
     inside: str = ""
     stored: bool = False
     returned: tuple[int, ...] | None = None
+    idle: bool = False
 
     @property
     def ndim(self) -> int | None:
@@ -260,6 +263,7 @@ class _Recorder(TorchFunctionMode):
         # The modules that are running, none of them a leaf.
         self.entered: list[str] = []
         self.pending: list[tuple[tuple[int, ...], bool]] = []
+        self._computed_inside = False
         self._producer: dict[int, int] = {}
         attributes = [
             a
@@ -289,6 +293,7 @@ class _Recorder(TorchFunctionMode):
             is_stored = bool(read) and self._stored.issuperset(read)
             self.pending.append((self.sources(args, kwargs), is_stored))
             self.note_parameters(module, args, kwargs)
+            self._computed_inside = False
         self.depth += 1
 
     def end_leaf(
@@ -298,7 +303,17 @@ class _Recorder(TorchFunctionMode):
         if self.depth == 0:
             name = self.names[id(module)]
             inputs, is_stored = self.pending.pop()
-            self.note(out, name=name, module=module, inputs=inputs, stored=is_stored)
+            is_idle = not self._computed_inside and any(
+                out is tensor for tensor in tensors_in((args, kwargs))
+            )
+            self.note(
+                out,
+                name=name,
+                module=module,
+                inputs=inputs,
+                stored=is_stored,
+                idle=is_idle,
+            )
 
     def enter(self, module: nn.Module, *_: object) -> None:
         self.entered.append(self.names[id(module)])
@@ -370,7 +385,9 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.is_showing:
             return func(*args, **kwargs)
-        if self.depth or "metadata" in effects_of(function_name(func)):
+        reads_metadata = "metadata" in effects_of(function_name(func))
+        if self.depth or reads_metadata:
+            self._computed_inside |= not reads_metadata
             return self._run(func, args, kwargs)
         values = read_arguments(function_name(func), args, kwargs)
         inputs = self.sources(values)

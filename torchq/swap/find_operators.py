@@ -39,7 +39,7 @@ PRODUCTS = frozenset(["matmul", "attention"])
 _LINEAR = (_ConvNd, nn.Linear, _BatchNorm)
 #: What fusing leaves behind, and what evaluation mode removes.
 _NOTHING = (nn.Identity, *DROPOUTS)
-#: Classes of torchvision and timm that drop whole branches in training.
+#: Classes that drop whole branches in training; a trace of torchvision's shows a call.
 _DROPS_BRANCHES = frozenset(["StochasticDepth", "DropPath"])
 
 
@@ -416,8 +416,24 @@ def _returns_linear(module: nn.Module) -> bool:
 
 
 def _does_nothing(module: nn.Module) -> bool:
-    """Return True for a module that returns its input after training, by its class or its name."""
-    return isinstance(module, _NOTHING) or type(module).__name__ in _DROPS_BRANCHES
+    """Return True for a module that returns its input after training."""
+    return (
+        isinstance(module, _NOTHING)
+        or type(module).__name__ in _DROPS_BRANCHES
+        or _gives_back(module)
+    )
+
+
+def _gives_back(module: nn.Module) -> bool:
+    """Return True for a module of the user whose code returns its input as it is."""
+    parts = (next(module.children(), None), next(module.parameters(), None))
+    if parts != (None, None) or not _is_of_the_user(module):
+        return False
+    try:
+        graph = trace_forward(module, training=False)
+    except Exception:  # whatever the model's code raises on a Proxy
+        return False
+    return all(node.op in ("placeholder", "output") for node in graph.nodes)
 
 
 # --- operators of a run -------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from torchq.nn import (
     Cat,
     MatMul,
     Mul,
+    QuantModule,
     ScaledDotProductAttention,
     Tap,
     TensorQuantizer,
@@ -164,7 +165,10 @@ def _as_files_have_it(plan: Plan, flow: Flow) -> Flow:
 def does_nothing(call: Call) -> bool:
     """Return True for a call that returns its input in a run in eval mode."""
     if call.module is not None:
-        return is_plain(call.module, nn.Identity, *DROPOUTS)
+        # A quantizer that is switched off gives back its input too.
+        of_torchq = isinstance(call.module, (QuantModule, TensorQuantizer))
+        is_idle = call.idle and not of_torchq
+        return is_idle or is_plain(call.module, nn.Identity, *DROPOUTS)
     is_dropout = call.name in _DROPOUT_FUNCTIONS and len(call.inputs) == 1
     trains = call.options.get("training", call.arguments[1:2] != (False,))
     return is_dropout and not trains
