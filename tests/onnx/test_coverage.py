@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import torchq
 from torchq.onnx.coverage import Coverage
@@ -92,6 +92,38 @@ def test_batchnorms_are_said_once_where_the_runtime_says_it(
     assert written.coverage.share == (1.0 if target == "tensorrt" else 0.0)
     verified = torchq.verify_onnx(model, path, [X], progress=False)
     assert verified.coverage == torchq.inspect_onnx(path).coverage == written.coverage
+
+
+class Joined(nn.Module):
+    """Two branches, whose codes are concatenated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Conv2d(3, 8, 1), nn.Conv2d(3, 8, 1)
+        self.head = nn.Conv2d(16, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.cat([self.left(x).relu(), self.right(x).relu()], 1))
+
+
+def test_a_file_for_another_runtime_is_inspected_where_this_one_cannot_optimise_it(
+    tmp_path: Path,
+) -> None:
+    """ONNX Runtime has no kernel for concatenated codes with scales in float16."""
+    model = Joined().eval()
+    torchq.quantize_(model, target="tensorrt", example=X)
+    torchq.calibrate(model, [X], progress=False)
+    for quantizer in torchq.workflow.quantizers(model).values():
+        quantizer.mode = "quantize"  # Calibration may leave the concatenation in float.
+    path = tmp_path / "net.onnx"
+    torchq.export_onnx(model, X, path, dynamo=False, progress=False)
+    found = torchq.inspect_onnx(path)
+    assert found.nodes == ()
+    first, second, *_ = str(found).splitlines()
+    assert first.endswith("a file for tensorrt; ONNX Runtime cannot optimise it")
+    assert second.startswith("as written, 100.0% of the multiply-adds read integers")
+    with pytest.raises(torchq.errors.ExportError, match="cannot run the model"):
+        torchq.inspect_onnx(path, target="onnxruntime")
 
 
 # torch deprecates this exporter.

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchq.errors import ExportError
 from torchq.onnx.coverage import Coverage
 from torchq.onnx.ir import (
     Model,
@@ -91,7 +92,8 @@ class InspectReport:
 
     Attributes:
         path: The file.
-        nodes: Every computing node of the optimised graph, in order.
+        nodes: Every computing node of the optimised graph, in order; none of a file for another
+            runtime that ONNX Runtime cannot optimise.
         counts: Operator -> number, of all nodes of the optimised graph.
         wide: Names of the integer nodes whose weights need 8 bits. Two products of such a weight
             and a uint8 code overflow the 16 bits in which x86 CPUs without VNNI or AMX add them;
@@ -135,7 +137,10 @@ class InspectReport:
         counts = f"{len(self.integer)} of {len(self.nodes)} computing nodes"
         verdict = f"{counts} run on integers: {done}"
         if self.is_for_another:
-            verdict = f"a file for {self.target}; in ONNX Runtime {verdict}"
+            here = f"in ONNX Runtime {verdict}"
+            if not self.nodes:
+                here = "ONNX Runtime cannot optimise it"
+            verdict = f"a file for {self.target}; {here}"
         lines = [f"{self.path}: {verdict}"]
         stored, as_float = self.size
         if self.coverage is not None and as_float:
@@ -195,7 +200,7 @@ def inspect_onnx(
 
     Raises:
         ConfigError: There is no such target.
-        ExportError: ONNX Runtime cannot load the file.
+        ExportError: ONNX Runtime cannot load the file, and it is for no other runtime.
         MissingExtraError: A package of the extra "export" is not installed.
 
     Example:
@@ -204,32 +209,50 @@ def inspect_onnx(
     """
     runtime = runtime_of(target)
     written = load_model(path)  # It says what is wrong with a broken file.
-    with tempfile.TemporaryDirectory() as folder:
-        optimized = Path(folder, "optimized.onnx")
-        Session(
-            os.fspath(path),
-            optimize=True,
-            save_optimized=optimized,
-            exact_products=False,
-        )
-        model = load_model(optimized, check=False)
+    recorded = str(read_record(written).get("target") or "")
+    name = recorded if runtime is None else runtime.name
+    model = _optimized(path, is_for_another=name not in ("", _THIS))
     with named_errors(path):
-        counts = dict(Counter(node.op_type for node in model.graph))
-        wide = tuple(
-            _name(node)
-            for node in nodes_of(model, *_WEIGHTS)
-            if _is_wide(node.inputs[_WEIGHTS[node.op_type]])
-        )
-        recorded = str(read_record(written).get("target") or "")
-        name = recorded if runtime is None else runtime.name
-        is_for_this = name == _THIS
-        placements = tuple(_placements(model, _PLACE_MORE if is_for_this else _PLACE))
+        counts: dict[str, int] = {}
+        wide: tuple[str, ...] = ()
+        placements: tuple[NodePlacement, ...] = ()
+        if model is not None:
+            counts = dict(Counter(node.op_type for node in model.graph))
+            wide = tuple(
+                _name(node)
+                for node in nodes_of(model, *_WEIGHTS)
+                if _is_wide(node.inputs[_WEIGHTS[node.op_type]])
+            )
+            place = _PLACE_MORE if name == _THIS else _PLACE
+            placements = tuple(_placements(model, place))
         norms = tuple(layers_in_front_of_norms(written, IN_FLOAT_FOR_NORMS))
         coverage = Coverage.of(written, runtime or RUNTIMES.get(recorded))
         size = (stored_size(written), float_size(written))
     return InspectReport(
         os.fspath(path), placements, counts, wide, norms, coverage, size, name
     )
+
+
+def _optimized(path: str | os.PathLike[str], *, is_for_another: bool) -> Model | None:
+    """Return a file as ONNX Runtime optimises it.
+
+    None for one that is for another runtime where ONNX Runtime cannot do that: it has no kernel for
+    concatenated codes with scales in float16.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        optimized = Path(folder, "optimized.onnx")
+        try:
+            Session(
+                os.fspath(path),
+                optimize=True,
+                save_optimized=optimized,
+                exact_products=False,
+            )
+        except ExportError:
+            if not is_for_another:
+                raise
+            return None
+        return load_model(optimized, check=False)
 
 
 def _name(node: Node) -> str:
