@@ -184,3 +184,22 @@ def test_weights_in_front_of_a_norm_lack_the_code_without_counterpart(
     )
     assert report.applied
     assert report.fused[0].changed == 0
+
+
+def test_a_checkpoint_is_resumed_in_a_model_that_was_prepared_too() -> None:
+    """Weights beyond their range clip at the same code, which a norm's sign may turn around."""
+    batches = [torch.rand(4, 3, 8, 8) - 0.5 for _ in range(2)]
+
+    def prepared() -> nn.Module:
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 2, 1))
+        torchq.qat.prepare(model, batches, target="onnxruntime", progress=False)
+        return model
+
+    trained, resumed = prepared(), prepared()
+    with torch.no_grad():
+        trained[0].weight *= -1.5  # As far as training may take some of them.
+        trained[1].weight[::2] = -1.0
+    resumed.load_state_dict(trained.state_dict())
+    with torch.no_grad():
+        assert torch.equal(resumed.eval()(batches[0]), trained.eval()(batches[0]))
+    assert not torchq.fuse_(resumed, batches[0], progress=False).refused
