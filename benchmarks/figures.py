@@ -459,6 +459,29 @@ def own_pictures(measured: Measured) -> str:
     return markdown(head, rows)
 
 
+def rounding(measured: Measured) -> str:
+    """Return what steps of adaround_ gain over gptq_: means over draws."""
+    cells: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in measured.all("rounding"):
+        cells.setdefault((row["network"], row["method"]), []).append(row)
+    rows = []
+    for case, draws in cells.items():
+        means = {
+            key: mean(row[key] for row in draws)
+            for key in ("decibels", "seconds", "same", "precision", "recall")
+            if key in draws[0]
+        }
+        near = (
+            f"{means['same']:.1f} %"
+            if "same" in means
+            else f"{means['precision']:.3f}, {means['recall']:.3f}"
+        )
+        signal = f"{means['decibels']:.1f} dB"
+        rows.append((*case, str(len(draws)), signal, near, f"{means['seconds']:.0f}"))
+    head = ("network", "method", "draws", "outputs", "as the float network", "CPU s")
+    return markdown(head, rows)
+
+
 def added_time(measured: Measured) -> str:
     """Return the time of files with added operators over that of the layers alone."""
     cells: dict[str, dict[str, str]] = {}
@@ -795,7 +818,7 @@ TABLES: dict[str, Callable[[Measured], str]] = {
     for table in (
         *(overview, fake_quant, qat_step, calibration, fuse, folds, folded_accuracy),
         *(accuracy, training, methods, factors, minilm, attention),
-        *(own_pictures, added_time, zoo),
+        *(own_pictures, rounding, added_time, zoo),
         *(
             conformance,
             fuzz,

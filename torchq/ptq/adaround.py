@@ -135,7 +135,8 @@ def adaround_(
         batches: each holds the arguments of one call; see :func:`torchq.graph.call_arguments`.
             512 to 1,024 images are enough. All are kept in memory.
         block: patterns of the modules that are blocks; None finds them in the structure (BRECQ).
-        steps: training steps of each block, each on 32 rows of a batch, at least 1.
+        steps: training steps of each block, each on 32 rows of a batch, at least 1. More than the
+            default bring outputs nearer in proportionally more time: see docs/ptq.md.
         seed: of the random choices. The result depends on it and on the batches alone.
         num_batches: the number of batches to read; default all.
         forward: called as ``forward(model, batch)`` in place of the model.
