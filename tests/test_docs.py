@@ -26,7 +26,9 @@ from tests import models
 from tests.fusion.blocks.repvgg import RepVGGBlock
 from tests.printed import differences
 from torchq.compat import pytorch_quantization
+from torchq.runtime import RUNTIMES, _proof, _row
 from torchq.utils.registry import Registry
+from torchq.utils.text import markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.md"]
@@ -286,3 +288,14 @@ def test_the_layers_are_those_of_the_contract() -> None:
         path.stem for path in (ROOT / "torchq").iterdir() if path.suffix in ("", ".py")
     }
     assert top - {"__init__", "__pycache__"} <= set().union(*layers)
+
+
+# --- docs/platforms.md --------------------------------------------------------------------------
+
+
+def test_the_table_of_platforms_is_that_of_the_code() -> None:
+    """Rows are sorted by what is proved; what is installed here is left out."""
+    runtimes = sorted((RUNTIMES[name] for name in torchq.targets()), key=_proof)
+    heading = ("target", "tried with", "formats", "grid", "proved", "extra")
+    expected = markdown_table([heading, *(_row(runtime)[:-1] for runtime in runtimes)])
+    assert expected.strip() in text_of("docs/platforms.md")
