@@ -177,6 +177,26 @@ def test_the_planned_share_is_that_of_the_file(
     check(model, batches[0], target, tmp_path)
 
 
+@pytest.mark.parametrize("target", ["onnxruntime", "openvino", "tensorrt"])
+def test_recurrent_layers_with_and_without_a_quantized_state(
+    target: str, tmp_path: Path
+) -> None:
+    batches = [torch.rand(4, 8, 6) - 0.3 for _ in range(3)]
+    model = Recurrent().eval()
+    config = torchq.recipes.int8(recurrent=True)
+    if target == "tensorrt":  # Its files have scales in float16.
+        config = torchq.recipes.int8(recurrent=True, symmetric=True)
+    torchq.quantize_(model, config, target=target, example=batches[0], progress=False)
+    torchq.calibrate(model, batches, progress=False)
+    on_integers = check(model, batches[0], target, tmp_path)
+    with torchq.disabled(model, "*.hidden_*"):
+        alone = check(model, batches[0], target, tmp_path)
+        share = plan_of(model).share
+        assert share is not None
+        assert "its hidden state is float" in str(share.float_work)
+    assert alone < on_integers
+
+
 def test_a_layer_whose_result_is_asked_for_the_batch_runs_on_integers(
     tmp_path: Path,
 ) -> None:

@@ -22,7 +22,7 @@ from torchq.graph import (
 )
 from torchq.graph.operators import CONVOLUTIONS
 from torchq.graph.values import ValueTracker
-from torchq.nn import QuantModule, TensorQuantizer
+from torchq.nn import QuantModule, QuantRecurrent, TensorQuantizer
 from torchq.nn.calls.modules import RoutedModule
 from torchq.nn.modules.operators import QuantCat
 from torchq.runtime import Codes, Runtime
@@ -310,10 +310,21 @@ class _Seen:
                 self.reached.add(path)
             if isinstance(module, QuantCat) and module.ranges == 1 and args:
                 self._concatenated(f"{path}.input_quantizer", module, args[0])
+            if isinstance(module, QuantRecurrent) and args:
+                self._read_by_recurrent(path, module, args[0])
         elif isinstance(module, CONVOLUTIONS) and isinstance(result, Tensor):
             self._results.setdefault(path, []).append(self._tracker.root_of(result))
         elif is_norm(module):
             self._normalised(path, args, kwargs, result)
+
+    def _read_by_recurrent(
+        self, path: str, module: QuantRecurrent, sequence: object
+    ) -> None:
+        """Note what a recurrent layer reads, which calls no quantizer while all are off."""
+        slot = f"{module.input_slots[0]}_quantizer"
+        is_quantized = isinstance(getattr(module, slot), TensorQuantizer)
+        if is_quantized and isinstance(sequence, Tensor):
+            self._read(child_path(path, slot), False, (sequence,), None, None)
 
     def _normalised(
         self, path: str, args: object, kwargs: object, result: object

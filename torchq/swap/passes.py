@@ -1066,6 +1066,10 @@ class _Results:
             # The last of these slots reads what the module computes; masks have none.
             slots = slots[:3]
             inputs = inputs[:3]
+        if isinstance(reader.module, nn.RNNBase):
+            # The other slots read states, which the module computes.
+            slots = slots[:1]
+            inputs = inputs[:1]
         if len(slots) != len(inputs):
             return slots
         return [s for s, i in zip(slots, inputs, strict=True) if i == call.index]

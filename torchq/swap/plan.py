@@ -339,7 +339,17 @@ class Plan:
         if places and rest > 0:
             yield Part(path, rest, "" if has_products else _IN_FORWARD)
         elif not places:
-            yield Part(path, rest, "" if has_products else _reason(decision))
+            reason = _reason(decision) or self._float_state(path)
+            yield Part(path, rest, "" if has_products else reason)
+
+    def _float_state(self, path: str) -> str:
+        """Return why a recurrent layer computes in float whose hidden states are not quantized."""
+        start = child_path(path, "hidden_")
+        has_float = any(
+            slot.startswith(start) and mode == "off"
+            for slot, mode in self.modes.items()
+        )
+        return _FLOAT_STATE if has_float else ""
 
     @cached_property
     def _by_path(self) -> dict[str, Decision]:
@@ -635,6 +645,8 @@ def _reason(decision: Decision | None) -> str:
     return "" if is_quantized else _IN_FORWARD
 
 
+#: Why a recurrent layer with quantized inputs and weights stays float.
+_FLOAT_STATE = "its hidden state is float, and with it each step"
 #: Why work of a module stays float that has no operators of its own.
 _IN_FORWARD = "products in its forward"
 VERSION = 3
