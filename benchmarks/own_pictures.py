@@ -11,8 +11,9 @@ in nats, the ratio of signal to noise of the outputs, and the seconds of all cal
 ``quantize_``: processor time, and by the clock. ``confidence`` is the mean of the float network's
 largest probability: where it is unsure, the least change turns its answer. So ``clear`` is the
 share of answers among pictures where its answer is at least twice as probable as any other, and
-``clear_share`` how many these are. With ``--out`` a run goes on after the cells that the file has
-already.
+``clear_share`` how many these are. Rows of ``bfloat16`` are the float network in
+this type, for which no quantizer is to blame. With ``--out`` a run goes on after the cells that
+the file has already.
 
 Example:
     python -m benchmarks.own_pictures --weights FILE --pictures FOLDER --out FILE.jsonl
@@ -84,6 +85,8 @@ METHODS: dict[str, Callable[[nn.Module, list[Tensor]], None]] = {
     "whole ranges": whole_ranges,
     "gptq_": rounded,
 }
+#: Types that the float network computes in, in place of quantization.
+TYPES = {"bfloat16": torch.bfloat16}
 #: Recipe, target and method of what is measured.
 SETTINGS = [
     ("int8", "none", "untouched"),
@@ -183,6 +186,13 @@ def measure(task: Task, recipe: str, target: str, method: str) -> dict[str, Any]
     return {**nearness(task.expected, outputs(model, task.judged)), **seconds}
 
 
+def measure_type(task: Task, name: str) -> dict[str, Any]:
+    """Return the figures of the float network in another type."""
+    model = copy.deepcopy(task.model).to(TYPES[name])
+    found = outputs(lambda x: model(x.to(TYPES[name])).float(), task.judged)
+    return {**nearness(task.expected, found), "seconds": 0.0}
+
+
 def measure_peer(task: Task, peer: str) -> dict[str, Any]:
     """Return the figures of the quantizer of others, or why there are none."""
     processor = time.process_time()
@@ -208,6 +218,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     described.add_argument("--draws", type=int, nargs="+", default=[0, 1, 2])
     described.add_argument("--recipes", nargs="*", default=list(RECIPES))
     described.add_argument("--methods", nargs="*", default=list(METHODS))
+    described.add_argument("--types", nargs="*", default=list(TYPES), choices=[*TYPES])
     described.add_argument("--peers", nargs="*", default=list(PEERS), choices=[*PEERS])
     options = parse(described, argv)
     if options.weights is None or not options.weights.exists():
@@ -223,6 +234,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     warnings.simplefilter("ignore")
     done = finished_rows(options.out, *_KEY)
     cells = [s for s in SETTINGS if s[0] in options.recipes and s[2] in options.methods]
+    cells += [("float network", "none", name) for name in options.types]
     cells += [("peers", "none", peer) for peer in options.peers]
     with Reporter("own_pictures", options.out, PACKAGES) as report:
         for draw in options.draws:
@@ -235,11 +247,12 @@ def main(argv: Sequence[str] | None = None) -> None:
                 "calibration": options.calibration,
             }
             for recipe, target, method in missing:
-                row = (
-                    measure_peer(drawn, method)
-                    if recipe == "peers"
-                    else measure(drawn, recipe, target, method)
-                )
+                if recipe == "peers":
+                    row = measure_peer(drawn, method)
+                elif method in TYPES:
+                    row = measure_type(drawn, method)
+                else:
+                    row = measure(drawn, recipe, target, method)
                 case = dict(zip(_KEY, (recipe, target, method, draw), strict=True))
                 report.value(**case, **sizes, **row)
     if options.out is not None:

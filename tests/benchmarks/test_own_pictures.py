@@ -38,7 +38,8 @@ def test_cells_that_a_file_has_are_not_measured_again(
     weights = tmp_path / "weights.pth"
     weights.write_bytes(b"")
     out = tmp_path / "out.jsonl"
-    arguments = ["--weights", str(weights), "--pictures", str(tmp_path), "--peers"]
+    arguments = ["--weights", str(weights), "--pictures", str(tmp_path)]
+    arguments += ["--peers", "--types"]
     arguments += ["--calibration", "1", "--out", str(out), "--draws", "0", "1"]
     measured: list[tuple[str, ...]] = []
 
@@ -67,6 +68,18 @@ def test_cells_that_a_file_has_are_not_measured_again(
     assert all(
         "| 2 | 90.0 % | 95.0 % | 0.100 | 10.0 dB | 1 |" in line for line in table
     )
+
+
+def test_a_row_of_bfloat16_is_the_network_in_it() -> None:
+    generator = torch.Generator().manual_seed(0)
+    model = torch.nn.Linear(16, 4, bias=False)
+    judged = torch.randn(64, 16, generator=generator)
+    with torch.no_grad():
+        model.weight.copy_(torch.randn(4, 16, generator=generator))
+        task = own_pictures.Task(model, [], judged, model(judged))
+    # Eight bits of a mantissa round by 2**-9 at most, input, weight and result: 45 to 60 dB.
+    assert 45 < own_pictures.measure_type(task, "bfloat16")["decibels"] < 60
+    assert model.weight.dtype == torch.float32
 
 
 def test_pictures_are_found_in_folders_and_by_their_endings(tmp_path: Path) -> None:
