@@ -594,7 +594,7 @@ class Plan:
             return self._rows(self._portable())
         alike: dict[str, list[Decision]] = {}
         for d in sorted(self.decisions, key=lambda d: bool(d.reason)):
-            alike.setdefault(str(d), []).append(d)
+            alike.setdefault(_in_short(d), []).append(d)
         rows = [("what", "modules", "where")]
         rows += [
             (what, _kinds_of(decisions), _stages_of(decisions))
@@ -609,6 +609,17 @@ class Plan:
         """Return a line about what naming a target would change; "" where one is named."""
         says = self.target is None and self.recipe and self.replaced
         return f"{_PORTABLE}\n" if says else ""
+
+
+def _in_short(decision: Decision) -> str:
+    """Return a decision in the words that concatenations of other numbers of tensors share.
+
+    A DenseNet has one of another number in each layer.
+    """
+    if decision.ranges == 1:
+        return str(decision)
+    text = str(replace(decision, unsigned=(), signed=()))
+    return text.replace(f"({decision.ranges} ranges)", "(a range each)")
 
 
 def _kinds_of(decisions: Sequence[Decision]) -> str:
