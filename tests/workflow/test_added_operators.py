@@ -506,3 +506,19 @@ def test_what_a_model_gave_is_not_kept_when_operators_stay_in_float() -> None:
         now = added_operators.results_of(model, few.of_all())
         torch.testing.assert_close(few.results(), now, rtol=0, atol=0)
     assert not torch.equal(before[0][0], now[0][0])
+
+
+def test_more_samples_tell_where_the_noise_of_a_few_differs_too_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batches = [batch.repeat(6, 1, 1) for batch in sounds()]
+    counts: list[int] = []
+
+    def error(model: nn.Module, samples: Any, *_: object) -> float:
+        counts.append(sum(sample.count for sample in samples))
+        return 0.0 if counts[-1] > 40 else 99.0
+
+    monkeypatch.setattr(added_operators, "error_of_gain", error)
+    model = quantized(Spectrum())
+    report = torchq.calibrate(model, batches, progress=False)
+    assert counts == [33, 129] and report.operators.left_float

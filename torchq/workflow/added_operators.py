@@ -76,6 +76,8 @@ _BATCHES = 4
 _EIGHTH = 8
 #: Samples that are compared at least, if there are so many.
 _FEWEST = 32
+#: The same where so few do not tell, as their noise differs too much.
+_MORE = 128
 #: Samples of several batches that run together at most.
 _TOGETHER = 16
 #: Random directions of the outputs: more did not rank better on a network of 58 operators.
@@ -307,6 +309,10 @@ class FewSamples:
             self._of_all = samples_of_all(self._runs, self._count)
         return self._of_all
 
+    def more_of_all(self) -> list[Sample]:
+        """Return more of every batch."""
+        return samples_of_all(self._runs, self._count, _MORE)
+
     def results(self) -> list[list[Tensor]]:
         """Return what the model gives for a few of every batch, as it is since `forget_results`."""
         if self._results is None:
@@ -354,14 +360,14 @@ def _some_samples(runs: Runs, count: int) -> tuple[list[Sample], bool]:
         return [replace(wholes[0], count=None).with_results(runs.model)], False
 
 
-def samples_of_all(runs: Runs, count: int) -> list[Sample]:
+def samples_of_all(runs: Runs, count: int, fewest: int = _FEWEST) -> list[Sample]:
     """Return a few samples of each batch; of some alone, where that needs a whole run for each."""
     samples: list[Sample] = []
 
     def step(number: int, batch: object) -> None:
         is_dear = runs.forward is not None or any(s.count is None for s in samples)
         if not (is_dear and number % _EIGHTH):
-            few = max(-(-_FEWEST // count), min(_EIGHTH, _size(batch) // _EIGHTH))
+            few = max(-(-fewest // count), min(_EIGHTH, _size(batch) // _EIGHTH))
             with suppress(_NotCalled):
                 samples.append(_sample(runs, batch, few, taken))
 
@@ -896,9 +902,14 @@ def _tried(
     before = few.results()
     operators = [model.get_submodule(name) for name in worst]
     with computing_alone_in_float(operators):
-        outputs = compared(model, samples, before, results_of(model, samples), group)
+        after = results_of(model, samples)
+    outputs = compared(model, samples, before, after, group)
     if not outputs.gain >= _LEAST_GAIN:
         return replace(ranked, outputs=outputs)
+    if not _is_clear(model, samples, (before, after), group, outputs):
+        # Where samples differ a hundredfold, the noise of a few of them is that of one.
+        samples = few.more_of_all()
+        before = results_of(model, samples)
     plan = _replanned(model, plan_of(model), worst, few.of_first(), group)
     others = [d.name for d in plan.replaced if d.left_float and d.name not in worst]
     choice = replace(ranked, left_float=(*worst, *others))
@@ -908,13 +919,24 @@ def _tried(
             after = results_of(model, samples)
             outputs = compared(model, samples, before, after, group)
             choice = replace(choice, outputs=outputs)
-            error = error_of_gain(model, samples, (before, after), group) or 0.0
-            if not choice.gain - _STANDARD_ERRORS * error >= _LEAST_GAIN:
+            if not _is_clear(model, samples, (before, after), group, outputs):
                 raise _Dropped
     except _Dropped:
         return replace(ranked, outputs=choice.outputs)
     few.forget_results()
     return choice
+
+
+def _is_clear(
+    model: nn.Module,
+    samples: Sequence[Sample],
+    results: tuple[Sequence[Sequence[Tensor]], Sequence[Sequence[Tensor]]],
+    group: dist.ProcessGroup | None,
+    outputs: Comparison,
+) -> bool:
+    """Return True if a gain is large enough beyond what samples differ by."""
+    error = error_of_gain(model, samples, results, group) or 0.0
+    return outputs.gain - _STANDARD_ERRORS * error >= _LEAST_GAIN
 
 
 def error_of_gain(
