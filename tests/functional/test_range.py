@@ -1,8 +1,10 @@
 """Ranges of tensors: their ends, several of them together, and where code is traced."""
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from torchq.formats import UINT8
 from torchq.functional import Range
 
 
@@ -44,3 +46,30 @@ def test_ranges_are_one_step_of_a_traced_graph() -> None:
     assert {"reduce_amax", "_both_ends"} < set(functions)
     x = torch.tensor([0.5, -4.0])
     assert traced(x) == Ranges()(x) == (4.0, -4.0)
+
+
+def test_pixels_of_both_signs_lie_at_no_ties() -> None:
+    """In [-1, 1] 0 is halfway between two of 256 levels, and each would be at a tie."""
+    pixels = torch.arange(256.0) / 127.5 - 1
+    plain = Range.of(pixels, symmetric=False)
+    at_ties = (pixels / plain.qparams(UINT8).scale) % 1
+    torch.testing.assert_close(at_ties, torch.full((256,), 0.5), atol=1e-3, rtol=0)
+    qparams = plain.qparams(UINT8)
+    assert len(qparams.codes(pixels / qparams.scale).unique()) < 250
+    moved = plain.off_ties(UINT8)
+    qparams = moved.qparams(UINT8)
+    steps = pixels / qparams.scale
+    assert float(((steps % 1) - 0.5).abs().min()) > 1e-3
+    assert len(qparams.codes(steps).unique()) == 255
+    torch.testing.assert_close(moved.low, torch.tensor(-128 / 127))
+    assert moved.high is plain.high and bool(moved.low <= plain.low)
+
+
+@pytest.mark.parametrize(
+    "ends", [(-1.0, 2.0), (0.0, 1.0), (-3.0, 0.0), (0.0, 0.0)], ids=str
+)
+def test_other_ranges_stay(ends: tuple[float, float]) -> None:
+    found = Range(torch.tensor(ends[1]), torch.tensor(ends[0]))
+    assert found.off_ties(UINT8) == found
+    symmetric = Range(torch.tensor(1.0))
+    assert symmetric.off_ties(UINT8) is symmetric

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchq.formats import Format, PerTensor
+from torchq.formats import Format, IntFormat, PerTensor
 from torchq.formats.granularity import Granularity
 from torchq.functional.kernels.dispatch import is_plain
 from torchq.functional.kernels.tiled import largest_magnitude
@@ -24,6 +24,10 @@ from torchq.functional.scale import (
 # Keeps these calls whole when a model is traced with torch.fx.
 torch.fx.wrap("reduce_amax")
 torch.fx.wrap("_both_ends")
+
+
+#: How near to halfway the zero point of pixels is, whose range is float32.
+_HALFWAY = 1e-3
 
 
 class Range(NamedTuple):
@@ -117,6 +121,21 @@ class Range(NamedTuple):
             unrounded_scale(self.low, self.high, format)
             < torch.finfo(self.high.dtype).tiny
         )
+
+    def off_ties(self, format: Format) -> Range:
+        """Return a range whose 0 is not halfway between two codes; symmetric ones as they are.
+
+        Pixels of 8 bits in [-1, 1] lie at whole steps from the ends of their range, and 0 halfway
+        between two of them. Rounding the zero point would put every pixel at a tie: two would share
+        a code, and another machine would choose others. So the lower end goes down by half a step.
+        """
+        if self.low is None or not isinstance(format, IntFormat):
+            return self
+        steps = -self.low / unrounded_scale(self.low, self.high, format)
+        is_halfway = ((steps % 1) - 0.5).abs() < _HALFWAY
+        above = format.quant_max - format.quant_min - steps.ceil()
+        lower = -steps.ceil() * self.high / above
+        return Range(self.high, torch.where(is_halfway & (above > 0), lower, self.low))
 
     def joined(self, other: Range) -> Range:
         """Return the range that contains both, which are of one kind and shape."""

@@ -733,7 +733,7 @@ class TensorQuantizer(nn.Module):
             calibrated = calibrator.range(**options)
         except CalibrationError as error:
             raise CalibrationError(f"{where}: {error}") from None
-        self._take(calibrated)
+        self._take(calibrated.off_ties(self.descriptor.format))
         if self._chooses_sign:
             self.set_unsigned(unsigned)
         elif self.descriptor.symmetric:
