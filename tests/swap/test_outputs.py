@@ -1,5 +1,7 @@
 """Results of convolutions that only a quantizer of their own quantizes."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,8 @@ from torch import Tensor, nn
 import torchq
 from torchq.errors import QuantizationError
 from torchq.nn import TensorQuantizer
+from torchq.onnx.ir import load_model, nodes_of
+from torchq.onnx.qdq import pair_name, read_record
 
 
 class Readers(nn.Module):
@@ -367,3 +371,22 @@ def test_a_sum_that_cannot_be_folded_reads_a_quantized_result() -> None:
     assert outputs(model) == {"first": False, "second": False}
     in_float = [d.name for d in report.replaced if d.float_kernel]
     assert in_float == ["head"]  # The model returns its result.
+
+
+def test_a_result_is_quantized_once_for_its_readers(tmp_path: Path) -> None:
+    """The product reads the codes of the result; runtimes would drop a second pair by themselves."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 16, 16)
+    model = HardSwishes().eval()
+    quantized(model, x)
+    path = tmp_path / "net.onnx"
+    with pytest.warns(UserWarning, match="head: its output is not quantized"):
+        torchq.export_onnx(model, x, path, progress=False)
+    graph = load_model(path)
+    merged = read_record(graph)["merged"]
+    assert merged["first.output_quantizer#2"] == "first.output_quantizer"
+    pairs = [pair_name(node) for node in nodes_of(graph, "QuantizeLinear")]
+    assert "first.output_quantizer" in pairs
+    assert "first.output_quantizer#2" not in pairs
+    report = torchq.verify_onnx(model, path, [x, x[:1]], progress=False)
+    assert report.ok, report

@@ -158,7 +158,8 @@ def merge_duplicates(model: Model) -> None:
     """Keep one of equal stored tensors, and one of Q/DQ nodes that do the same to one tensor.
 
     Before: Each quantizer has a scale, a zero point and a Q/DQ pair of its own.
-    After: A tensor is quantized once with one set of parameters. The record has under ``merged``
+    After: A tensor is quantized once with one set of parameters, also where a quantizer reads what
+    one with the same parameters gives: its codes are those. The record has under ``merged``
     each quantizer that was removed, with the one that does its work. Zero points of weights stay
     apart: sessions with ``session.x64quantprecision`` refuse a file whose weights share one.
     """
@@ -166,11 +167,13 @@ def merge_duplicates(model: Model) -> None:
     merged: dict[str, str] = {}
     first_by_key: dict[tuple[Any, ...], Any] = {}
     for node in nodes_of(model, "QuantizeLinear", "DequantizeLinear"):
-        settings = tuple(
-            sorted((a.name, repr(a.value)) for a in node.attributes.values())
-        )
-        key = (node.op_type, *node.inputs, settings)
-        if key not in first_by_key:
+        key = (node.op_type, *node.inputs, _settings(node))
+        first = _quantizer_repeated(node)
+        if first is not None and not is_output(node.outputs[0]):
+            node.outputs[0].replace_all_uses_with(first.outputs[0])
+            model.graph.remove(node, safe=True)
+            merged[pair_name(node)] = merged.get(pair_name(first), pair_name(first))
+        elif key not in first_by_key:
             first_by_key[key] = node
         elif not is_output(node.outputs[0]):
             node.outputs[0].replace_all_uses_with(first_by_key[key].outputs[0])
@@ -186,6 +189,29 @@ def merge_duplicates(model: Model) -> None:
         ):
             _own_zero_point(node, data_type(zero_point))
     add_to_record(model, "merged", merged)
+
+
+def _quantizer_repeated(node: Node) -> Node | None:
+    """Return the QuantizeLinear whose codes another one gives again; None for any other node."""
+    dequantize = node.inputs[0].producer()
+    if node.op_type != "QuantizeLinear" or dequantize is None:
+        return None
+    first = (
+        dequantize.inputs[0].producer() if dequantize.inputs[0] is not None else None
+    )
+    if dequantize.op_type != "DequantizeLinear" or first is None:
+        return None
+    is_same = (
+        first.op_type == "QuantizeLinear"
+        and first.inputs[1:] == dequantize.inputs[1:] == node.inputs[1:]
+        and _settings(first) == _settings(dequantize) == _settings(node)
+    )
+    return first if is_same else None
+
+
+def _settings(node: Node) -> tuple[tuple[str, str], ...]:
+    """Return the attributes of a node, to compare them."""
+    return tuple(sorted((a.name, repr(a.value)) for a in node.attributes.values()))
 
 
 def separate(value: Value, reader: Node | None = None) -> None:
