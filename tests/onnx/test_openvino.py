@@ -604,7 +604,7 @@ class Again(nn.Module):
 def test_pairs_in_a_row_behind_a_concatenation_are_kept_apart(
     symmetric: bool, between: Callable[[Tensor], Tensor], path: Path
 ) -> None:
-    """OpenVINO ends the process otherwise."""
+    """OpenVINO ends the process otherwise. Two equal ones with nothing between them are one."""
     torch.manual_seed(0)
     x = torch.randn(1, 8, 10, 10)
     config = torchq.recipes.int8(reduce_range=True, symmetric=symmetric)
@@ -613,9 +613,9 @@ def test_pairs_in_a_row_behind_a_concatenation_are_kept_apart(
     )
     torchq.export_onnx(model, x, path, target="openvino", dynamo=False)
     apart = nodes_of(load_model(path), "Max")
-    assert [user.op_type for node in apart for user in readers(node.outputs[0])] == [
-        "QuantizeLinear"
-    ]
+    behind = [user.op_type for node in apart for user in readers(node.outputs[0])]
+    is_one = symmetric and between is torch.clone
+    assert behind == ([] if is_one else ["QuantizeLinear"])
     assert sqnr(compiled(path, x), run_file(path, x)[0]) > ALIKE_DB
     assert torchq.verify_onnx(model, path, [x]).ok
 

@@ -374,7 +374,7 @@ def test_a_sum_that_cannot_be_folded_reads_a_quantized_result() -> None:
 
 
 def test_a_result_is_quantized_once_for_its_readers(tmp_path: Path) -> None:
-    """The product reads the codes of the result; runtimes would drop a second pair by themselves."""
+    """The product reads the codes of the result; runtimes drop a second pair by themselves."""
     torch.manual_seed(0)
     x = torch.randn(2, 3, 16, 16)
     model = HardSwishes().eval()
