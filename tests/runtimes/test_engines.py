@@ -34,6 +34,7 @@ from torchq.runtimes import (
     onnx_engine,
 )
 from torchq.runtimes.engine import Task
+from torchq.runtimes.export import OpenLengths
 from torchq.runtimes.interface import Run, Shapes
 from torchq.runtimes.onnx_engine import runs_as_written
 from torchq.runtimes.onnxruntime import SessionEngine
@@ -415,6 +416,39 @@ def test_ties_of_a_model_that_reads_indices_are_no_fault_of_an_engine(
     else:
         with pytest.raises(ExportError, match="something else than its file says"):
             torchq.deploy(model, ids, target="onnxruntime")
+
+
+class Tagger(nn.Module):
+    """Takes sequences of any length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(8, 16, batch_first=True)
+        self.last = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.recurrent(x)[0])
+
+
+def test_steps_of_recurrent_layers_are_followed_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The default exporter fixes their number, so it is not asked to leave it open."""
+    tried: list[tuple[bool, bool]] = []
+    original = Task.graph
+
+    def graph(self: Task, runtime: Any, dynamo: bool, lengths: OpenLengths) -> Any:
+        tried.append((dynamo, bool(lengths.others)))
+        return original(self, runtime, dynamo, lengths)
+
+    monkeypatch.setattr(Task, "graph", graph)
+    model = Tagger().eval()
+    x = torch.randn(4, 12, 8)
+    torchq.quantize_(model, torchq.recipes.int8(recurrent=True, reduce_range=True))
+    torchq.calibrate(model, [x], progress=False)
+    deployed = torchq.deploy(model, x, target="onnxruntime")
+    torch.testing.assert_close(deployed(x[:2]), model(x[:2]), rtol=1e-3, atol=1e-3)
+    assert tried == [(True, False)]
 
 
 class Counting(nn.Module):

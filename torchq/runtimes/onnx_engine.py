@@ -112,7 +112,7 @@ class OnnxEngine(FileEngine):
         stages = (f"export for {self.label}",)
         with progress_stages("deploy", stages, enabled=task.progress):
             hopeless: set[bool] = set()
-            for dynamo, lengths in _attempts(task.lengths):
+            for dynamo, lengths in _attempts(task.model, task.lengths):
                 if dynamo in hopeless:
                     continue
                 try:
@@ -235,12 +235,17 @@ def _first_of(problems: list[ExportError], label: str) -> ExportError:
     )
 
 
-def _attempts(lengths: tuple[OpenLengths, ...]) -> Iterator[tuple[bool, OpenLengths]]:
+def _attempts(
+    model: nn.Module, lengths: tuple[OpenLengths, ...]
+) -> Iterator[tuple[bool, OpenLengths]]:
     """Yield what to try in order: which exporter, and which lengths are open."""
     exporters = (True, False)
+    # The default exporter follows each step of these, for minutes, and fixes how many there are.
+    is_recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
     for dynamo in exporters:
         for opened in lengths[:-1]:
-            yield dynamo, opened
+            if not (dynamo and is_recurrent and opened.others):
+                yield dynamo, opened
     for dynamo in exporters:
         yield dynamo, lengths[-1]
 
