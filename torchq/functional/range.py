@@ -28,6 +28,8 @@ torch.fx.wrap("_both_ends")
 
 #: How near to halfway the zero point of pixels is, whose range is float32.
 _HALFWAY = 1e-3
+#: Steps that are so much longer than the distance of pixels round as many of them up as down.
+_WIDER = 1 + 1 / 32
 
 
 class Range(NamedTuple):
@@ -127,15 +129,21 @@ class Range(NamedTuple):
 
         Pixels of 8 bits in [-1, 1] lie at whole steps from the ends of their range, and 0 halfway
         between two of them. Rounding the zero point would put every pixel at a tie: two would share
-        a code, and another machine would choose others. So the lower end goes down by half a step.
+        a code, and another machine would choose others. So the lower end goes down by half a step,
+        and both ends go out by a thirty-second: else all pixels would be rounded towards 0, by half
+        a step near it, which adds up in sums.
         """
         if self.low is None or not isinstance(format, IntFormat):
             return self
         steps = -self.low / unrounded_scale(self.low, self.high, format)
         is_halfway = ((steps % 1) - 0.5).abs() < _HALFWAY
         above = format.quant_max - format.quant_min - steps.ceil()
-        lower = -steps.ceil() * self.high / above
-        return Range(self.high, torch.where(is_halfway & (above > 0), lower, self.low))
+        moves = is_halfway & (above > 0)
+        high = self.high * _WIDER
+        low = -steps.ceil() * high / above
+        return Range(
+            torch.where(moves, high, self.high), torch.where(moves, low, self.low)
+        )
 
     def joined(self, other: Range) -> Range:
         """Return the range that contains both, which are of one kind and shape."""
