@@ -174,12 +174,12 @@ def test_what_makes_boxes_of_maps_stays_float(
     layers = [n for n, m in model.named_modules() if isinstance(m, nn.Conv2d)]
     last = [name for name in layers if name.startswith(("boxes", "scores"))]
     assert last
-    # The last layers themselves are quantized, and their results are not.
-    for name in last:
-        decision = plan.decision(name)
-        assert decision is not None
-        assert decision.weight is not None
-        assert decision.output is None
+    # The last layers that are most of the work are quantized, and their results are not.
+    decisions = [d for d in plan.decisions if d.name in last]
+    quantized = [d for d in decisions if d.by != BY]
+    assert quantized
+    assert all(d.weight is not None for d in quantized)
+    assert all(d.output is None for d in decisions)
     assert BY in plan.explain(next(d.name for d in plan.skipped if d.by == BY))
 
 
@@ -244,9 +244,58 @@ def test_last_bare_convolutions_of_a_detector_stay_float(
     assert all(d.weight is not None for d in downs if "Conv" in d.cls)
 
 
+def float_last_layers(model: nn.Module, **options: Any) -> set[str]:
+    plan = torchq.plan(model.eval(), target="onnxruntime", example=X, **options)
+    return {d.name for d in plan.skipped if d.by == BY}
+
+
 def test_last_layers_that_are_no_small_part_are_quantized() -> None:
     plan = torchq.plan(Ssd().eval(), target="onnxruntime", example=X)
     assert plan.decision("boxes.0").weight is not None
+
+
+def test_of_last_layers_that_are_a_large_part_the_small_ones_stay_float() -> None:
+    model = Wide()
+    # The scores of many classes are most of the work, as in SSD and RetinaNet.
+    model.head.scores = nn.ModuleList(nn.Conv2d(8, 900, 1) for _ in range(3))
+    in_float = float_last_layers(model)
+    assert {"head.boxes.0", "head.boxes.1"} <= in_float
+    assert "head.scores.0" not in in_float
+    plan = torchq.plan(model, target="onnxruntime", example=X)
+    work = plan.work
+    assert work is not None
+    part = sum(work.amounts.get(name, 0.0) for name in in_float)
+    assert part <= 0.03 * sum(work.amounts.values())
+
+
+class TwoHeads(nn.Module):
+    """A network whose first head is for training alone, as that of YOLOv10 and YOLO26."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.levels = Levels()
+        self.for_training = nn.ModuleList(nn.Conv2d(8, 200, 1) for _ in range(3))
+        self.boxes = nn.ModuleList(nn.Conv2d(8, 200, 1) for _ in range(3))
+        self.levels.stem = nn.Sequential(
+            block(3, 128, 1),
+            block(128, 8),
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        maps = self.levels(x)
+        raw = [
+            torch.cat(
+                [conv(m).flatten(2) for conv, m in zip(head, maps, strict=True)], 2
+            )
+            for head in (self.for_training, self.boxes)
+        ]
+        return raw[0], raw[1].sigmoid()
+
+
+def test_last_layers_for_the_loss_come_behind_those_of_the_answers() -> None:
+    in_float = float_last_layers(TwoHeads())
+    assert "boxes.0" in in_float
+    assert "for_training.0" not in in_float
 
 
 def test_an_activation_makes_a_last_layer_no_bare_one() -> None:
@@ -272,3 +321,11 @@ def test_a_rule_for_a_last_layer_counts() -> None:
     plan = torchq.plan(Wide().eval(), config, target="onnxruntime", example=X)
     assert plan.decision("head.boxes.0").weight is not None
     assert plan.decision("head.scores.0").reason
+
+
+def test_a_last_layer_that_is_included_by_its_path_is_quantized() -> None:
+    name = "head.boxes.0"
+    included = float_last_layers(Wide(), include=[name, "head.levels.*"])
+    assert name not in included
+    # A pattern of several paths names the part that may be quantized, no layer.
+    assert name in float_last_layers(Wide(), include=["head.*"])

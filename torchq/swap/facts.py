@@ -95,6 +95,7 @@ class Facts:
         norms: path of a layer -> the BatchNorm behind it that will be folded into it. The flow is
             that of the folded model, and results are those of the BatchNorm.
         held: path of a quantizer -> the range that it has for good; see :mod:`torchq.swap.held`.
+        included: the paths that ``include`` names, one by one.
     """
 
     modules: Mapping[str, nn.Module] = field(default_factory=dict)
@@ -116,6 +117,7 @@ class Facts:
     reached: Set[str] = frozenset()
     norms: Mapping[str, FoldingNorm] = field(default_factory=dict)
     held: Mapping[str, Hashable] = field(default_factory=dict)
+    included: Set[str] = frozenset()
 
     @classmethod
     def before_conversion(

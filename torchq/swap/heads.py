@@ -1,6 +1,7 @@
 """The heads of detectors: what turns their last maps into boxes and scores stays float."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -110,7 +111,7 @@ def heads_in_float(plan: Plan, facts: Facts) -> Plan:
     elsewhere = {call.name for call in called if call.index not in head}
     behind = {call.name for call in called} - elsewhere
     movable = {
-        d.name for d in plan.replaced if d.by.startswith("type:") and not d.is_container
+        d.name for d in plan.replaced if _by_kind(d, facts) and not d.is_container
     }
     return plan.in_float(dict.fromkeys(sorted(behind & movable), _REASON), BY)
 
@@ -180,27 +181,61 @@ def last_layers_in_float(plan: Plan, facts: Facts) -> Plan:
 
     A rounded weight moves every box, and every score, of a class; that of other layers is one of
     many. So do the makers of detectors: most of the accuracy for a small part of the time. What a
-    rule selects by other means than the type is left alone, and so are targets without float
-    kernels.
+    rule selects by other means than the type is left alone, like what ``include`` names by its
+    path, and so are targets without float kernels.
 
-    Before: the last layers are quantized like others. After: they are float, if all of them
-    together have at most 3 % of the multiply-adds.
+    Before: the last layers are quantized like others. After: they are float, or those of them with
+    the least work, which together have at most 3 % of the multiply-adds.
     """
     if facts.flow is None or not facts.computes_floats or plan.work is None:
         return plan
     last = bare_last_layers(facts.flow)
-    movable = [d for d in plan.replaced if d.by.startswith("type:") and d.name in last]
-    amounts = plan.work.amounts
-    part = sum(amounts.get(d.name, 0.0) for d in movable) / max(
-        1.0, sum(amounts.values())
-    )
-    if not movable or part > _SMALL:
+    movable = [d.name for d in plan.replaced if d.name in last and _by_kind(d, facts)]
+    small, part = _smallest(movable, plan.work.amounts, facts.flow)
+    if not small:
         return plan
     reason = (
         f"a detector's boxes or scores are its results, for {part:.1%} of the multiply-adds with "
         "the other last layers; a rule that names it quantizes it"
     )
-    return plan.in_float({d.name: reason for d in movable}, BY)
+    return plan.in_float(dict.fromkeys(small, reason), BY)
+
+
+def _by_kind(decision: Decision, facts: Facts) -> bool:
+    """Return True where nobody asked for this module in particular."""
+    return decision.by.startswith("type:") and decision.name not in facts.included
+
+
+def _smallest(
+    names: list[str], amounts: Mapping[str, float], flow: Flow
+) -> tuple[list[str], float]:
+    """Return the layers with the least work that are a small part of all, and what part.
+
+    Those that the model computes its answers of come first: a second head whose results it returns
+    as they are, beside such answers, is there for the loss of a training.
+    """
+    calls = {call.name: call for call in flow.calls}
+    total = max(1.0, sum(amounts.values()))
+    small: list[str] = []
+    part = 0.0
+
+    def order(name: str) -> tuple[bool, float]:
+        return not _is_read_on(flow, calls[name]), amounts.get(name, 0.0)
+
+    for name in sorted(names, key=order):
+        more = part + amounts.get(name, 0.0) / total
+        if more <= _SMALL:
+            small.append(name)
+            part = more
+    return small, part
+
+
+def _is_read_on(flow: Flow, call: Call) -> bool:
+    """Return True where something is computed of a result, behind what arranges it."""
+    return any(
+        not _arranges(reader) or _is_read_on(flow, reader)
+        for reader in flow.consumers(call)
+    )
 
 
 #: Widths of the codes of activations: what a rule says, and what the last layers get.
@@ -223,7 +258,7 @@ def last_layers_in_16_bits(plan: Plan, facts: Facts) -> Plan:
         return plan
     last = bare_last_layers(facts.flow)
     decisions = (
-        _in_16_bits(d) if d.name in last and d.by.startswith("type:") else d
+        _in_16_bits(d) if d.name in last and _by_kind(d, facts) else d
         for d in plan.decisions
     )
     return replace(plan, decisions=tuple(decisions))

@@ -296,6 +296,8 @@ def _planned(
     )
     decided = {} if held is None else held.decided(planned)
     facts = Facts.before_conversion(model, runtime, _mains_of(operators))
+    named = frozenset(p for p in rules.include if isinstance(p, str))
+    facts = replace(facts, included=named)
     if held is not None:
         codes = _as_rules_say(facts.codes)
         facts = replace(facts, codes=codes, held=held.ranges)
