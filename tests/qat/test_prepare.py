@@ -1,6 +1,7 @@
 """One call before training: what it does, says, and leaves alone; parameter groups."""
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -38,6 +39,52 @@ def test_it_equals_the_single_calls() -> None:
     assert [g["name"] for g in prepared.param_groups] == [g["name"] for g in groups]
     assert prepared.batchnorms == ("stem.1", "left.1", "right.1")
     assert prepared.calibrated.batches == 3
+
+
+class StartsAtZero(nn.Module):
+    """A residual block as networks begin with: its last norm gives zeros."""
+
+    def __init__(self, start: float) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+        self.norm = nn.BatchNorm2d(3)
+        nn.init.constant_(self.norm.weight, start)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.norm(self.conv(x))
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_branch_that_training_cannot_wake_is_named(learned: bool) -> None:
+    block = StartsAtZero(0.0)
+    recipe = torchq.recipes.integer(8, 8, learn_ranges=learned)
+    options: dict[str, Any] = {"target": "onnxruntime", "progress": False}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        prepared = prepare(block, labelled(), recipe, **options)
+    messages = [str(w.message) for w in caught]
+    found = [m for m in messages if "nothing but zeros reached" in m]
+    assert len(found) == (not learned), messages
+    optimizer = torch.optim.SGD(prepared.param_groups)
+    for x, _ in labelled():
+        (block.train()(x) - 2 * x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    (empty,) = prepared.calibrated.empty
+    quantizer = block.get_submodule(empty)
+    passed: list[torch.Tensor] = []
+    with quantizer.register_forward_hook(lambda *call: passed.append(call[-1])):
+        block(labelled()[0][0])
+    assert bool(passed[0].any()) == learned
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not prepare(StartsAtZero(0.5), labelled(), **options).calibrated.empty
+
+
+def test_str_says_what_was_calibrated_of_many_ranges_too() -> None:
+    layers = [nn.Linear(4, 4) for _ in range(20)]
+    prepared = prepare(nn.Sequential(*layers), [torch.randn(2, 4)], progress=False)
+    assert "calibrated: 40 ranges from 1 batch" in str(prepared)
 
 
 def test_str_says_what_was_done() -> None:

@@ -1,5 +1,6 @@
 """Everything that comes before the first training step, in one call."""
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -15,7 +16,7 @@ from torchq.nn.convert import unchanged_on_error
 from torchq.swap import Plan, quantize_
 from torchq.swap.apply import keep_plan
 from torchq.swap.folds import narrow_weights_
-from torchq.utils import Pattern, device_of, network_of
+from torchq.utils import Pattern, device_of, listed, network_of
 from torchq.workflow import CalibrationReport, calibrate, quantizers, weight_quantizers
 from torchq.workflow.added_operators import OperatorChoice, costly_operators
 
@@ -119,7 +120,7 @@ class Preparation:
         )
         lines = [
             f"quantized: {self.quantized.verdict()}",
-            f"calibrated: {str(self.calibrated).splitlines()[-1]}",
+            f"calibrated: {self.calibrated.verdict()}",
             f"parameters: {groups}",
         ]
         if self.batchnorms:
@@ -218,6 +219,7 @@ def prepare(
         if settings.get("group") is None:
             forward = settings.get("forward")
             operators = costly_operators(model, batches, forward, calibrated.batches)
+    _warn_of_empty_ranges(model, calibrated)
     groups = param_groups(
         model,
         lr=lr,
@@ -227,6 +229,24 @@ def prepare(
     )
     norms = tuple(name for name, module in model.named_modules() if is_norm(module))
     return Preparation(model, quantized, calibrated, groups, norms, operators)
+
+
+def _warn_of_empty_ranges(model: nn.Module, calibrated: CalibrationReport) -> None:
+    """Warn of fixed ranges of zero: what comes there stays zero, whatever is trained.
+
+    Networks whose last norms start with factors of zero have them before their first step. A
+    learned range recovers.
+    """
+    by_name = quantizers(model)
+    fixed = [n for n in calibrated.empty if not by_name[n].descriptor.learn_amax]
+    if fixed:
+        warnings.warn(
+            f"prepare: nothing but zeros reached {listed(fixed)}, so nothing will pass there, "
+            "however long it trains. Prepare a model that was trained in float (its last norms "
+            "start at zero before), or learn ranges: "
+            "torchq.recipes.integer(8, 8, learn_ranges=True)",
+            stacklevel=3,
+        )
 
 
 def _with_narrow_weights(model: nn.Module, plan: Plan, example: object) -> Plan:

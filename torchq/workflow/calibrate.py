@@ -93,28 +93,32 @@ class CalibrationReport:
         """Return a row for every quantizer, and how many there are."""
         rows = [(name, self._range_text(name)) for name in self.ranges]
         rows += [(name, "no data reached it") for name in self.unseen]
-        return utils.table([("quantizer", "amax"), *rows], self._verdict())
+        return utils.table([("quantizer", "amax"), *rows], self.verdict())
 
     def __str__(self) -> str:
         """Return how many ranges there are, and what stands out; a short :meth:`table` whole."""
         if len(self.ranges) + len(self.unseen) <= _SCREEN:
             return self.table()
-        lines = [self._verdict()]
+        lines = [self.verdict()]
         if self.unseen:
             lines.append(f"no data reached {utils.listed(self.unseen)}")
-        activations = [
-            name for name in self.ranges if not name.endswith("weight_quantizer")
-        ]
-        widest = sorted(activations, key=self._width, reverse=True)[:_SHOWN]
+        widest = sorted(self._activations(), key=self._width, reverse=True)[:_SHOWN]
         lines += [
             "the widest ranges:",
             *(f"  {n}  {self._range_text(n)}" for n in widest),
         ]
-        empty = [name for name in activations if self._width(name) == 0]
-        if empty:
-            lines.append(f"nothing but zeros reached {utils.listed(empty)}")
+        if self.empty:
+            lines.append(f"nothing but zeros reached {utils.listed(self.empty)}")
         lines.append("each range: report.table(); next: torchq.doctor(model, batches)")
         return "\n".join(utils.wrap(line, indent="  ") for line in lines)
+
+    @property
+    def empty(self) -> tuple[str, ...]:
+        """Paths of the quantizers beside those of weights that nothing but zeros reached."""
+        return tuple(name for name in self._activations() if self._width(name) == 0)
+
+    def _activations(self) -> list[str]:
+        return [name for name in self.ranges if not name.endswith("weight_quantizer")]
 
     def _width(self, name: str) -> float:
         return max(map(abs, self.ranges[name]))
@@ -128,7 +132,8 @@ class CalibrationReport:
         )
         return f"{amax} ({self.signs[name]})" if name in self.signs else amax
 
-    def _verdict(self) -> str:
+    def verdict(self) -> str:
+        """Return one line: how many ranges there are, and what was decided beside them."""
         batches = "1 batch" if self.batches == 1 else f"{self.batches} batches"
         end = f"{len(self.ranges)} ranges from {batches}"
         if self.kept:
