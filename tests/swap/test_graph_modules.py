@@ -180,6 +180,17 @@ def test_programs_of_torch_export_are_named(options: dict[str, Any]) -> None:
         torchq.quantize_(program, **options)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_programs_of_torch_jit_are_named() -> None:
+    x = torch.randn(2, 3, 8, 8)
+    program = torch.jit.trace(Functional().eval(), x, check_trace=False)
+    for call in (torchq.quantize_, torchq.plan):
+        with pytest.raises(
+            ConfigError, match=r"program of torch.jit.*before torch.jit"
+        ):
+            call(program, target="onnxruntime", example=x)
+
+
 def test_export_and_deploy_see_the_operators(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     # Such weights overflow on no CPU.

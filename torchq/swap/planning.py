@@ -414,7 +414,13 @@ def _refuse_lazy(model: nn.Module) -> None:
 
 
 def _refuse_programs(model: nn.Module) -> None:
-    """Raise ConfigError for a program of torch.export, which has no layers left."""
+    """Raise ConfigError for a program of torch.export or torch.jit, which has no layers left."""
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ConfigError(
+            f"{qualified_name(type(model))}: got a program of torch.jit, whose layers are no "
+            "Python modules; expected the model that it was made from. Quantize it before "
+            "torch.jit.script or trace"
+        )
     # Such a module refuses to change its mode by methods of its own.
     if isinstance(model, fx.GraphModule) and "eval" in vars(model):
         raise ConfigError(
