@@ -184,3 +184,46 @@ def test_a_full_disk_is_an_error_with_the_path(model: Net) -> None:
         ExportError, match=r"save: /dev/full: cannot be written \(.*\); expected "
     ):
         torchq.save(model, "/dev/full")
+
+
+class Residual(nn.Module):
+    """A module whose addition a target quantizes, so that its own class is in the plan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x + self.layer(x))
+
+
+def named(module: str, name: str = "Residual") -> type[nn.Module]:
+    """Return the class as a program knows it that has it in ``module``."""
+    names = {"__module__": module, "__qualname__": name}
+    return type(name, (Residual,), names | {"forward": Residual.forward})
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("__main__", "train"), ("train", "__main__")]
+)
+def test_a_class_of_the_script_that_is_run_is_the_same_where_it_is_imported(
+    saved: str, loaded: str, tmp_path: Path, generator: torch.Generator
+) -> None:
+    image = torch.randn(2, 3, 8, 8, generator=generator)
+    model = named(saved)().eval()
+    torchq.quantize_(model, target="onnxruntime", example=image, progress=False)
+    torchq.calibrate(model, [image], progress=False)
+    assert f"{saved}.Residual" in {
+        entry.cls for entry in plan_of(model).operators.values()
+    }
+    torchq.save(model, tmp_path / "model.pt")
+    other = torchq.load(named(loaded)().eval(), tmp_path / "model.pt")
+    assert torch.equal(other(image), model(image))
+    # What was loaded is saved and loaded again, under the name that its class has now.
+    torchq.save(other, tmp_path / "again.pt")
+    again = torchq.load(named(loaded)().eval(), tmp_path / "again.pt")
+    assert torch.equal(again(image), model(image))
+    with pytest.raises(
+        QuantizationError, match=f"got {loaded}.Other; expected {saved}"
+    ):
+        torchq.load(named(loaded, "Other")().eval(), tmp_path / "model.pt")

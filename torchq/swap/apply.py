@@ -556,13 +556,33 @@ def device_around(model: nn.Module, name: str) -> torch.device | None:
 
 def _find(found: Mapping[str, nn.Module], path: str, expected: str) -> nn.Module:
     module = found.get(path)
-    got = "no such module" if module is None else class_name(module)
-    if module is None or got != expected:
+    if module is None or not _is_of_class(module, expected):
+        got = "no such module" if module is None else class_name(module)
         raise QuantizationError(
             f"{path or '(root)'}: got {got}; expected {expected}. Load into the architecture that "
             "was saved"
         )
     return module
+
+
+def _is_of_class(module: nn.Module, expected: str) -> bool:
+    """Return True if the class of a module has this name, or had it in a script of its own.
+
+    A class of the script that is run, ``__main__.Net``, is ``train.Net`` for who imports it.
+    """
+    name = class_name(module)
+    return (
+        name == expected
+        or _is_from_script(name, expected)
+        or _is_from_script(expected, name)
+    )
+
+
+def _is_from_script(name: str, elsewhere: str) -> bool:
+    of_script = "__main__."
+    return name.startswith(of_script) and elsewhere.endswith(
+        "." + name.removeprefix(of_script)
+    )
 
 
 def _check_placed(model: nn.Module, plan: Plan) -> None:

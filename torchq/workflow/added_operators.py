@@ -150,11 +150,11 @@ class OperatorChoice:
             )
         if not self.left_float:
             return ""
-        does = "operator stays" if len(self.left_float) == 1 else "operators stay"
+        stay = "stays" if len(self.left_float) == 1 else "stay"
         it = "it costs" if len(self.left_float) == 1 else "they cost"
         return (
-            f"{len(self.left_float)} of {len(self.noise)} {does} float: {it} {self.gain:.1f} dB at "
-            f"the output ({self.outputs}); "
+            f"{len(self.left_float)} of {len(self.noise)} operators {stay} float: {it} "
+            f"{self.gain:.1f} dB at the output ({self.outputs}); "
             f"torchq.swap.plan_of(model).explain({self.left_float[0]!r})"
         )
 
