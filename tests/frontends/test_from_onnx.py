@@ -86,6 +86,45 @@ def test_sizes_that_a_file_leaves_open_stay_open() -> None:
     assert program.module()(torch.randn(7, 2, 3)).shape == (7, 6)
 
 
+def padded_to_blocks() -> Any:
+    """Return a file that pads signals to whole blocks of 8, and 16 numbers at least.
+
+    It cuts them into blocks then.
+    """
+    w = Writer(17)
+    x = w.input("x", [1, "samples"])
+    one = w.constant([1])
+    length = w.node("Slice", w.node("Shape", x), one, w.constant([2]))
+    least = w.node("Max", length, w.constant([16]))
+    rounded = w.node("Add", least, w.constant([7]))
+    blocks = w.node("Min", w.node("Div", rounded, w.constant([8])), w.constant([512]))
+    missing = w.node(
+        "Neg", w.node("Sub", length, w.node("Mul", blocks, w.constant([8])))
+    )
+    pads = w.node("Concat", w.constant([0, 0, 0]), missing, axis=0)
+    padded = w.node("Pad", x, pads)
+    cut = w.node("Reshape", padded, w.constant([-1, 8]))
+    return w.model(w.node("MatMul", cut, w.weight(torch.randn(8, 4))))
+
+
+@pytest.mark.parametrize("dynamo", [True, False])
+def test_the_larger_and_smaller_of_sizes_are_sizes(
+    dynamo: bool, tmp_path: Path
+) -> None:
+    read = assert_agrees(padded_to_blocks(), {"x": torch.randn(1, 30)}).eval()
+    examples = [torch.randn(1, n) for n in (30, 41, 5)]
+    assert [len(read(x)) for x in examples] == [4, 6, 2]
+    torchq.quantize_(read, target="onnxruntime", example=examples[0], progress=False)
+    torchq.calibrate(read, examples, progress=False)
+    lengths = {"x": {1: "samples"}}
+    path = tmp_path / "net.onnx"
+    torchq.export_onnx(
+        read, examples[0], path, dynamic_shapes=lengths, dynamo=dynamo, progress=False
+    )
+    report = torchq.verify_onnx(read, path, examples, progress=False)
+    assert report.ok, report
+
+
 def test_a_shared_initializer_is_one_parameter() -> None:
     w = Writer(17)
     shared = w.random(2, 2, 1, 1)

@@ -96,18 +96,48 @@ def _pow(node: NodeContext) -> Value:
     return node.call(power, *node.inputs)
 
 
-_VARIADIC: dict[str, Callable[..., object]] = {
-    "Max": torch.maximum,
-    "Min": torch.minimum,
-    "Sum": torch.add,
-    "Mean": torch.add,
+@one_call
+def larger_size(first: Any, second: Any) -> Any:
+    """Return the larger one of two sizes: numbers, symbols, or tensors in a TorchScript trace."""
+    if isinstance(first, Tensor):
+        return torch.clamp_min(first, second)
+    return (
+        torch.clamp_min(second, first)
+        if isinstance(second, Tensor)
+        else torch.sym_max(first, second)
+    )
+
+
+@one_call
+def smaller_size(first: Any, second: Any) -> Any:
+    """Return the smaller one of two sizes; see :func:`larger_size`."""
+    if isinstance(first, Tensor):
+        return torch.clamp_max(first, second)
+    return (
+        torch.clamp_max(second, first)
+        if isinstance(second, Tensor)
+        else torch.sym_min(first, second)
+    )
+
+
+#: From an operator to the functions of two tensors and of two sizes; None where sizes have none.
+_VARIADIC: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None]] = {
+    "Max": (torch.maximum, larger_size),
+    "Min": (torch.minimum, smaller_size),
+    "Sum": (torch.add, operator.add),
+    "Mean": (torch.add, None),
 }
 
 
 @converter(*_VARIADIC)
 def _variadic(node: NodeContext) -> Value:
+    on_tensors, on_sizes = _VARIADIC[node.op_type]
+    if on_sizes is not None and len(node.inputs) == 2:
+        sizes = _on_sizes(node, on_sizes)
+        if sizes is not None:
+            return sizes
     first, *others = node.inputs
-    total = reduce(lambda a, b: node.call(_VARIADIC[node.op_type], a, b), others, first)
+    total = reduce(lambda a, b: node.call(on_tensors, a, b), others, first)
     is_mean = node.op_type == "Mean" and others
     return node.call(torch.div, total, len(node.inputs)) if is_mean else total
 
@@ -117,6 +147,12 @@ def _is_inf(node: NodeContext) -> Value:
     if not node.attr("detect_positive", 1) or not node.attr("detect_negative", 1):
         node.refuse("it looks for one sign alone; expected both")
     return node.call(torch.isinf, node.inputs[0])
+
+
+@converter("Neg")
+def _neg(node: NodeContext) -> Value:
+    sizes = _on_sizes(node, operator.neg)
+    return node.call(torch.neg, *node.inputs) if sizes is None else sizes
 
 
 @converter("Not")
@@ -277,7 +313,7 @@ def prelu(x: Tensor, slope: Tensor) -> Tensor:
 
 
 _SAME_NAMES = (
-    "Abs Atan Ceil Cos Erf Exp Floor IsNaN Neg Log Reciprocal Round Sign Sin Sqrt Tan"
+    "Abs Atan Ceil Cos Erf Exp Floor IsNaN Log Reciprocal Round Sign Sin Sqrt Tan"
 )
 for _name in _SAME_NAMES.split():
     row(_name, getattr(torch, _name.lower()))
