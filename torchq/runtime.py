@@ -213,6 +213,10 @@ class LayerBound:
     steps: int = 1
 
 
+#: The operators of ONNX files that multiply and add.
+PRODUCTS = frozenset(["Conv", "ConvTranspose", "Gemm", "MatMul", "Einsum"])
+
+
 @dataclass(frozen=True)
 class FileRules:
     """What a runtime that reads ONNX files wants in them.
@@ -223,8 +227,6 @@ class FileRules:
             with the layer and a fix. A finding is a warning of the export.
         float_types: Types of parameters that the runtime has kernels for.
         notes: Returns sentences for the report of an export, from the graph and the path.
-        fuses_norms: It fuses a BatchNorm into the quantized layer in front of it by itself, so that
-            such a layer runs on integers.
 
     Passes find the runtime in ``model.meta["runtime"]``, and under ``"feeds"`` a function that
     returns the tensors of the example by the names of inputs.
@@ -234,7 +236,6 @@ class FileRules:
     checks: tuple[Callable[[Any], Iterable[str]], ...] = ()
     float_types: tuple[torch.dtype, ...] = (torch.float32, torch.float16)
     notes: Callable[[Any, Path], Iterable[str]] | None = None
-    fuses_norms: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -261,6 +262,9 @@ class Runtime:
             may be read at once and behind a view. ``"transposed"``: there are some for transposed
             convolutions without groups. ``"layers alone"``: there are none for operators, biases
             are float, and max pools take the codes in front of them.
+        float_before_norms: The operators of files that it computes in float although they read
+            codes, where a BatchNorm follows that was not folded. Of others it fuses the BatchNorm
+            by itself, or its kernel returns floats.
         computes_floats: Its kernels compute in float what is not quantized, so that calibration may
             leave operators beside layers so, and planning the last layers of a detector.
         codes: The codes of activations that it has; None takes any.
@@ -292,6 +296,7 @@ class Runtime:
     planning: tuple[PlanPass, ...] = ()
     judging: tuple[PlanPass, ...] = ()
     kernels: frozenset[str] = frozenset()
+    float_before_norms: frozenset[str] = PRODUCTS
     computes_floats: bool = True
     codes: Codes | None = None
     file: FileRules | None = None

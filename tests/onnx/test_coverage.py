@@ -89,7 +89,7 @@ def test_batchnorms_are_said_once_where_the_runtime_says_it(
     assert said.startswith(f"export_onnx(target={target!r})")
     assert "torchq.fuse_" in said
     assert written.coverage is not None
-    assert written.coverage.share == (1.0 if target == "tensorrt" else 0.0)
+    assert written.coverage.share == (0.0 if target == "onnxruntime" else 1.0)
     verified = torchq.verify_onnx(model, path, [X], progress=False)
     assert verified.coverage == torchq.inspect_onnx(path).coverage == written.coverage
 

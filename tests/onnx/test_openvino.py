@@ -824,3 +824,33 @@ def test_ranges_of_channels_bring_results_nearer_to_float() -> None:
             noise = (found - exact).square().sum((0, 2, 3))
             by_target[target] = (noise / exact.square().sum((0, 2, 3))).mean()
     assert by_target["openvino"] < by_target["onnxruntime"] / 4
+
+
+@pytest.mark.parametrize(
+    ("layers", "shape"),
+    [
+        ([nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.Conv2d(16, 8, 3)], (2, 8, 9, 9)),
+        ([nn.Linear(512, 512), nn.BatchNorm1d(512), nn.Linear(512, 512)], (64, 512)),
+    ],
+    ids=["convolution", "linear"],
+)
+def test_layers_in_front_of_a_batchnorm_run_on_integers(
+    layers: list[nn.Module], shape: tuple[int, ...], path: Path
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape)
+    first, norm, last = layers
+    model = nn.Sequential(first, norm, nn.ReLU(), last).eval()
+    norm.running_var.uniform_(0.5, 2.0)  # type: ignore[operator]
+    model = calibrated(
+        model,
+        x,
+        config=torchq.recipes.int8(reduce_range=True),
+        target="openvino",
+        example=x,
+    )
+    with pytest.warns(UserWarning, match="computed on integers, with a factor"):
+        report = torchq.export_onnx(model, x, path, progress=False)
+    assert len(nodes_of(load_model(path), "BatchNormalization")) == 1
+    assert integer_layers(path, x) == ["u8", "u8"]
+    assert report.coverage.share == 1.0

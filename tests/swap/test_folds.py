@@ -1,6 +1,7 @@
 """Unfolded models are planned as the models that folding makes of them."""
 
 import copy
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -361,3 +362,98 @@ def test_kernels_wait_for_the_fold() -> None:
     # A code may fall to the other side of a tie; rounding in front of the norm would be a step
     # of each element.
     assert (exact - plain).abs().max() <= 0.02 * plain.abs().max()
+
+
+class ReadTwice(nn.Module):
+    """A convolution that two norms read, so that nothing folds, and one with its own norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 3)
+        self.left = nn.BatchNorm2d(16)
+        self.right = nn.BatchNorm2d(16)
+        self.second = nn.Conv2d(16, 16, 3)
+        self.norm = nn.BatchNorm2d(16)
+        self.last = nn.Conv2d(16, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = self.left(x).relu() + self.right(x).relu()
+        return self.last(self.norm(self.second(x)).relu())
+
+
+def of_norms(kind: str) -> nn.Module:
+    """Return a net whose norms fold, or one with a norm that has no finite root: in its middle."""
+    if kind == "structure":
+        return randomized(ReadTwice()).eval()
+    parts = [nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU()]
+    parts += [nn.Conv2d(16, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 3)]
+    return randomized(nn.Sequential(*parts)).eval()
+
+
+def refuse_middle_fold(model: nn.Module, example: Tensor) -> None:
+    """Fold the norms of a Sequential while the numbers of the middle one forbid its fold."""
+    variance = model[4].running_var.clone()  # type: ignore[operator]
+    model[4].running_var[0] = -1.0  # type: ignore[operator]
+    report = torchq.fuse_(model, example, progress=False)
+    assert [refusal.name for refusal in report.refused] == ["4"]
+    model[4].running_var.copy_(variance)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("kind", ["structure", "numbers, before", "numbers, after"])
+@pytest.mark.parametrize("target", [None, "onnxruntime", "openvino", "tensorrt"])
+def test_what_keeps_its_norm_is_planned_as_the_file_has_it(
+    kind: str, target: str | None, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 24, 24)
+    model = of_norms(kind)
+    if kind == "numbers, before":
+        refuse_middle_fold(model, x)
+    with warnings.catch_warnings():
+        # Little is on integers, and so it is said.
+        warnings.simplefilter("ignore")
+        torchq.quantize_(model, target=target, example=x, progress=False)
+        torchq.calibrate(model, [x], progress=False)
+        if kind == "numbers, after":
+            refuse_middle_fold(model, x)
+        elif kind == "structure":
+            torchq.fuse_(model, x, progress=False)
+        report = torchq.export_onnx(model, x, tmp_path / "net.onnx", progress=False)
+    share = plan_of(model).share
+    assert share is not None
+    assert report.coverage.share is not None
+    assert share.quantized == pytest.approx(report.coverage.share, abs=1e-6)
+    has_float_kernels = target is None or kind == "numbers, after"
+    if has_float_kernels and target in (None, "onnxruntime"):
+        assert "a BatchNorm that is not folded follows" in str(plan_of(model))
+        assert share.quantized < 0.9
+
+
+def test_a_refused_fold_is_forgotten_once_it_succeeds_and_survives_files(
+    tmp_path: Path,
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 24, 24)
+    model = of_norms("numbers")
+    torchq.quantize_(model, target="onnxruntime", example=x, progress=False)
+    torchq.calibrate(model, [x], progress=False)
+    whole = plan_of(model).share
+    refuse_middle_fold(model, x)
+    refused = plan_of(model).share
+    assert whole is not None
+    assert refused is not None
+    assert refused.quantized < 0.5 < whole.quantized
+    assert plan_of(copy.deepcopy(model)).share == refused
+    torchq.save(model, tmp_path / "net.pt")
+    again = of_norms("numbers")
+    torchq.load(again, tmp_path / "net.pt")
+    assert plan_of(again).share == refused
+
+    # A dry run that would fold it changes nothing.
+    torchq.fuse_(model, x, dry_run=True, progress=False)
+    assert plan_of(model).share == refused
+    for one in (model, again):
+        report = torchq.fuse_(one, x, progress=False)
+        assert report.refused == ()
+        assert plan_of(one).share == whole

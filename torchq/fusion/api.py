@@ -24,6 +24,7 @@ from torchq.fusion.on_grid import plan_on_grid
 from torchq.fusion.pairs import find_flow, find_pairs
 from torchq.fusion.record import recording
 from torchq.fusion.report import FuseReport, Refusal
+from torchq.fusion.unfolded import keep_norms_
 from torchq.graph import Graph, call_model, graph_pass, tensors_in
 from torchq.utils import (
     copy_module,
@@ -55,7 +56,11 @@ Edit = FoldEdit | BlockEdit
 
 @dataclass
 class Trial:
-    """A copy of the model that passes change, the options, and what was found, some by path."""
+    """A copy of the model that passes change, the options, and what was found, some by path.
+
+    Attributes:
+        keeping: the paths of layers with a BatchNorm behind them whose numbers forbid the fold.
+    """
 
     model: nn.Module
     example: Any = None
@@ -65,6 +70,7 @@ class Trial:
     edits: list[Edit] = field(default_factory=list)
     refused: dict[str, Refusal] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    keeping: tuple[str, ...] = ()
 
     def carry_out(self, results: Sequence[Edit | Refusal]) -> int:
         """Apply the edits among ``results`` to the copy; return how many there were."""
@@ -123,6 +129,12 @@ def fold_batchnorms(trial: Trial) -> int:
     planned = [plan_fold(trial.model, pair, verify=trial.verify) for pair in bar]
     planned += plan_on_grid(trial.model, on_grid, trial.example, verify=trial.verify)
     order = {pair.norm: position for position, pair in enumerate(pairs)}
+    behind_layer = {pair.norm: pair.layers[0] for pair in pairs if not pair.before}
+    trial.keeping = tuple(
+        behind_layer[result.name]
+        for result in planned
+        if isinstance(result, Refusal) and result.name in behind_layer
+    )
     planned.sort(key=lambda result: order[norm_of(result)])
     return trial.carry_out([*planned, *refusals])
 
@@ -331,7 +343,10 @@ def _finish(
             stacklevel=3,
         )
         return report
-    if dry_run or not trial.edits:
+    if dry_run:
+        return report
+    keep_norms_(model, trial.keeping)
+    if not trial.edits:
         return report
     with undone_on_error(model), recording(model, report.record):
         for edit in trial.edits:

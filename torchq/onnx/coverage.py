@@ -22,13 +22,11 @@ from torchq.onnx.ir import (
 )
 from torchq.onnx.passes.constants import fold_lengths
 from torchq.onnx.qdq import FLOAT_WEIGHT, read_record
-from torchq.runtime import Runtime
+from torchq.runtime import PRODUCTS, Runtime
 
 #: The entry of the record that holds the lengths of open dimensions in the example of an export.
 EXAMPLE_LENGTHS = "example_lengths"
 
-#: Operators whose result is a sum of products of their first two inputs.
-_PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul", "Einsum")
 #: Operators of which each step multiplies the input and the hidden state by weights.
 _RECURRENT = ("LSTM", "GRU", "RNN")
 #: Layers that a reason names.
@@ -50,7 +48,7 @@ class Coverage:
         on_integers: how many of them have codes as both factors.
         float_weights: names of those that read a weight in float.
         before_norms: names of those that read codes, but in front of a BatchNorm that was not
-            folded: most runtimes have no integer kernel of both, others fuse it by themselves.
+            folded, for which the runtime computes them in float.
         float_inputs: names of those of which an input is not quantized.
         float_kernels: names of those with quantized factors that the file hands to a float kernel
             of its runtime, with the values of the codes as weight.
@@ -72,21 +70,25 @@ class Coverage:
 
         Args:
             graph: the file.
-            runtime: that it is for; None for one that fuses no BatchNorm by itself.
+            runtime: that it is for; None for one that computes whatever stands in front of a
+                BatchNorm in float.
         """
         infer_shapes(graph)
-        nodes = nodes_of(graph, *_PRODUCTS, *_RECURRENT)
+        nodes = nodes_of(graph, *PRODUCTS, *_RECURRENT)
         sized = _of_known_lengths(graph)
         sizes = {
             node.outputs[0].name: _multiply_adds(node)
-            for node in nodes_of(sized, *_PRODUCTS, *_RECURRENT)
+            for node in nodes_of(sized, *PRODUCTS, *_RECURRENT)
         }
         work = {id(node): sizes.get(node.outputs[0].name, 0.0) for node in nodes}
         weights = [node for node in nodes if _has_float_weight(node)]
         coded = [node for node in nodes if _reads_codes(node)]
-        norms = []
-        if runtime is None or runtime.file is None or not runtime.file.fuses_norms:
-            norms = [node for node in coded if _stands_before_norm(node)]
+        kinds = PRODUCTS if runtime is None else runtime.float_before_norms
+        norms = [
+            node
+            for node in coded
+            if node.op_type in kinds and _stands_before_norm(node)
+        ]
         integers = [node for node in coded if node not in norms]
         kernels = [node for node in nodes if _has_float_kernel(node)]
         named = [*weights, *coded, *kernels]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from torchq.errors import ConfigError, ExportError
 from torchq.fusion.record import fusion_record
+from torchq.fusion.unfolded import keeps_norm
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.nn.correction import folded_corrections
 from torchq.nn.integer_bias import rounded_biases
@@ -227,7 +228,7 @@ def export_onnx(
         next_stage()
         set_opset(graph, version)
         graph.meta.update(
-            runtime=runtime, feeds=calls[-1].feeds, fused=bool(fusion_record(model))
+            runtime=runtime, feeds=calls[-1].feeds, fused=_was_fused(model)
         )
         broken_rules = _shape_for(runtime, graph)
         next_stage()
@@ -245,7 +246,7 @@ def export_onnx(
         coverage.float_weights or coverage.float_inputs
     )
     if active and has_layers and not has_weights_alone and not is_known:
-        _warn_of_float(coverage, path, was_fused=bool(fusion_record(model)))
+        _warn_of_float(coverage, path, was_fused=_was_fused(model))
     return _report_on(
         graph,
         path,
@@ -255,6 +256,11 @@ def export_onnx(
         warnings=broken_rules,
         coverage=coverage,
     )
+
+
+def _was_fused(model: nn.Module) -> bool:
+    """Return True if ``fuse_`` has seen a model: it refused the BatchNorms that are left."""
+    return bool(fusion_record(model)) or any(map(keeps_norm, model.modules()))
 
 
 def _warn_of_float(coverage: Coverage, path: Path, *, was_fused: bool) -> None:

@@ -56,6 +56,8 @@ CHIPS = tuple(
         name=name,
         recipe=partial(layers, name, input, weight, per_channel),
         adapting=() if per_channel else (_ONE_SCALE,),
+        # Nothing is known of their kernels.
+        float_before_norms=frozenset(),
         versions="PPQ 0.6.6",
         computes_floats=False,
     )

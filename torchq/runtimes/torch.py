@@ -51,6 +51,8 @@ class Torch(Engine):
     versions: str = "2.9 to 2.14"
     proved: str = "per layer"
     kernels: frozenset[str] = frozenset(["rows", "clips", "moves", "layers alone"])
+    # Layers return floats from integers.
+    float_before_norms: frozenset[str] = frozenset()
     fuse: bool = True
 
     @property

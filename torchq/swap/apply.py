@@ -1,6 +1,6 @@
 """Carrying out a plan, reading it from a model, and undoing it. Nothing is decided here."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import NoneType
@@ -12,6 +12,7 @@ from torch import nn
 from torchq.descriptor import QuantDescriptor
 from torchq.errors import ConfigError, QuantizationError
 from torchq.fusion import apply_fusion_record_, fusion_record
+from torchq.fusion.unfolded import keeps_norm
 from torchq.nn import (
     QuantModule,
     TensorQuantizer,
@@ -37,7 +38,7 @@ from torchq.nn.convert import (
 from torchq.nn.integer_kernel import IntegerKernel
 from torchq.nn.modules.frozen_batchnorm import thawed
 from torchq.nn.modules.operators import OPERATORS, QuantCat, stand_in
-from torchq.runtime import remember_target, runtime_with
+from torchq.runtime import Runtime, remember_target, runtime_with
 from torchq.swap.plan import ALREADY, Decision, Operators, Plan, canonical_groups
 from torchq.swap.same_results import (
     EQUAL,
@@ -49,6 +50,7 @@ from torchq.swap.same_results import (
     refusal,
     unrepeatable_module,
 )
+from torchq.swap.share import BEFORE_NORM
 from torchq.utils import (
     child_path,
     device_of,
@@ -110,7 +112,42 @@ def plan_of(model: nn.Module) -> Plan:
         "recipe": whole.recipe,
         "work": whole.work,
     }
-    return replace(current, **kept_fields, check=whole.check)
+    runtime = runtime_with(whole.target, whole.settings)
+    decisions = _with_norms_behind(model, current.decisions, whole.fusions, runtime)
+    return replace(current, **kept_fields, check=whole.check, decisions=decisions)
+
+
+def _with_norms_behind(
+    model: nn.Module,
+    decisions: tuple[Decision, ...],
+    planned: Sequence[Mapping[str, Any]],
+    runtime: Runtime | None,
+) -> tuple[Decision, ...]:
+    """Return decisions that know which BatchNorms were folded since planning, and which refused.
+
+    Args:
+        model: as it is now.
+        decisions: as they were planned.
+        planned: what had been fused by then.
+        runtime: that the model is for.
+    """
+    folded = {
+        path
+        for entry in fusion_record(model)
+        if entry not in planned
+        for path in entry.get("layers", ())
+    }
+    modules = dict(model.named_modules(remove_duplicate=False))
+    rows = []
+    for d in decisions:
+        layer = modules.get(d.name)
+        if d.float_kernel == BEFORE_NORM and d.name in folded:
+            d = replace(d, float_kernel="")
+        stays = layer is not None and keeps_norm(layer) and d.output is None
+        if stays and d.is_float_before_norm(runtime):
+            d = replace(d, float_kernel=BEFORE_NORM)
+        rows.append(d)
+    return tuple(rows)
 
 
 def recorded_plans(model: nn.Module) -> list[tuple[str, Plan]]:

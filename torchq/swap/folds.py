@@ -15,6 +15,7 @@ from torch import nn
 from torchq.descriptor import QuantDescriptor
 from torchq.fusion.modules import is_norm
 from torchq.fusion.pairs import Pair, find_flow, find_pairs
+from torchq.fusion.unfolded import keeps_norm
 from torchq.graph import Flow
 from torchq.nn import QuantModule, TensorQuantizer, quantized_class, switched_off
 from torchq.nn.batchnorm_folding import OutputScaling
@@ -62,8 +63,10 @@ def folding_pairs(
 
 
 def _stays_foldable(model: nn.Module, pair: Pair) -> bool:
-    """Return False where the quantizer of a weight takes no factors once it is calibrated."""
+    """Return False where fusion refused the numbers, or a calibrated weight takes no factors."""
     layers = [model.get_submodule(path) for path in pair.layers]
+    if not pair.before and keeps_norm(layers[0]):
+        return False
     return not any(
         isinstance(layer, OutputScaling) and layer.weight_grid_obstacle()
         for layer in layers

@@ -8,7 +8,7 @@ an example there was no run, ``facts.flow`` is None, and most passes change noth
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeGuard
 
 from torch import fx, nn
@@ -16,7 +16,7 @@ from torch import fx, nn
 from torchq.descriptor import QuantDescriptor
 from torchq.formats import PerTensor
 from torchq.functional.windows import windows_of_call, windows_of_module
-from torchq.fusion.modules import is_plain
+from torchq.fusion.modules import is_norm, is_plain
 from torchq.graph import (
     OPERATORS,
     Call,
@@ -49,7 +49,7 @@ from torchq.swap.heads import (
 )
 from torchq.swap.held import apart
 from torchq.swap.plan import ALREADY, Decision, Plan, canonical_groups
-from torchq.swap.share import RESULT_IN_FLOAT
+from torchq.swap.share import BEFORE_NORM, RESULT_IN_FLOAT
 
 _MOVING_MODULES = (nn.Flatten, nn.Unflatten)
 _DROPOUT_FUNCTIONS = frozenset(["dropout", "dropout1d", "dropout2d", "dropout3d"])
@@ -1084,7 +1084,35 @@ class _Results:
         return _kernels_do("clips", self._facts)
 
 
-# --- norms that are folded later ----------------------------------------------------------------
+# --- norms that are folded later, and those that are not ----------------------------------------
+
+
+def float_before_norms(plan: Plan, facts: Facts, *, runtime: Runtime | None) -> Plan:
+    """Mark the quantized layers that a target computes in float for a BatchNorm behind them.
+
+    Before: each quantized layer without a ``float_kernel`` counts as one on integers. After: those
+    have one of which a BatchNorm reads a result, as nothing will fold it, where the target has no
+    integer kernel of both.
+    """
+    if facts.flow is None:
+        return plan
+    view = View(plan, facts)
+    in_front = {
+        view.path(call)
+        for call in view.flow.calls
+        if any(map(_is_norm, view.flow.consumers(call)))
+    }
+    rows = []
+    for d in plan.decisions:
+        stands_in_front = d.output is None and not in_front.isdisjoint(d.names)
+        if stands_in_front and d.is_float_before_norm(runtime):
+            d = replace(d, float_kernel=BEFORE_NORM)
+        rows.append(d)
+    return replace(plan, decisions=tuple(rows))
+
+
+def _is_norm(call: Call) -> bool:
+    return is_norm(call.module) or _operator(call) == "batch_norm"
 
 
 def results_behind_norms(plan: Plan, facts: Facts) -> Plan:
@@ -1133,4 +1161,5 @@ def passes_for(runtime: Runtime | None) -> tuple[PlanPass, ...]:
 def kernel_passes(runtime: Runtime | None) -> tuple[PlanPass, ...]:
     """Return the passes that mark what kernels do with the quantizers of a plan, in order."""
     of_target = runtime.judging if runtime else ()
-    return (integer_biases, *of_target, results_behind_norms)
+    judge_norms = partial(float_before_norms, runtime=runtime)
+    return (integer_biases, *of_target, judge_norms, results_behind_norms)

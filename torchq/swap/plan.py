@@ -14,7 +14,7 @@ from torchq.errors import ConfigError, InputError
 from torchq.graph import KINDS
 from torchq.nn.calls.routes import CallSite
 from torchq.nn.integer_kernel import evaluation_line
-from torchq.runtime import runtime_with
+from torchq.runtime import PRODUCTS, Runtime, runtime_with
 from torchq.swap import schema
 from torchq.swap.share import Part, Share, Work
 from torchq.utils import child_path, table
@@ -43,6 +43,18 @@ ALREADY = "quantized already"
 def canonical_groups(groups: Iterable[Iterable[str]]) -> tuple[tuple[str, ...], ...]:
     """Return groups of paths in one order, whatever order they were found in."""
     return tuple(sorted(tuple(sorted(group)) for group in groups))
+
+
+#: Class of a layer -> what it is in ONNX files.
+_OPERATORS_OF_FILES = {
+    "Conv1d": "Conv",
+    "Conv2d": "Conv",
+    "Conv3d": "Conv",
+    "ConvTranspose1d": "ConvTranspose",
+    "ConvTranspose2d": "ConvTranspose",
+    "ConvTranspose3d": "ConvTranspose",
+    "Linear": "Gemm",
+}
 
 
 @dataclass(frozen=True)
@@ -177,6 +189,18 @@ class Decision:
             self.one_scale,
         )
         return (self.name, self.cls, *slots, self.calls, self.ranges, *rounding)
+
+    def is_float_before_norm(self, runtime: Runtime | None) -> bool:
+        """Return True for a layer on integers which a runtime has in float if a BatchNorm follows.
+
+        Args:
+            runtime: None for files that are for no runtime in particular.
+        """
+        is_quantized = self.input is not None and self.weight is not None
+        if self.reason or self.float_kernel or not is_quantized:
+            return False
+        operator = _OPERATORS_OF_FILES.get(self.class_name)
+        return operator in (PRODUCTS if runtime is None else runtime.float_before_norms)
 
     def in_float(self, reason: str, by: str) -> Decision:
         """Return the decision to leave the module float."""

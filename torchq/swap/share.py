@@ -20,6 +20,7 @@ SMALL = 1 / 3
 _REASONS_SHOWN = 3
 #: Why a quantized layer is computed in float.
 RESULT_IN_FLOAT = "its result is not quantized"
+BEFORE_NORM = "a BatchNorm that is not folded follows"
 
 
 @dataclass(frozen=True)

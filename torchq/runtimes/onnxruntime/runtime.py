@@ -128,6 +128,7 @@ class OnnxRuntime(SessionEngine):
     judging: tuple[PlanPass, ...] = (
         partial(float_kernels, to_codes=frozenset(["Conv1d", "Conv2d", "Conv3d"])),
     )
+    float_before_norms: frozenset[str] = frozenset(IN_FLOAT_FOR_NORMS)
     codes: Codes | None = _CODES
     file: FileRules | None = _FILE
     limits: tuple[str, ...] = (

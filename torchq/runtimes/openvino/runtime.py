@@ -126,6 +126,8 @@ class OpenVino(OnnxEngine):
     # which cuts that result at the ends of its range but does not round it.
     adapting: tuple[PlanPass, ...] = (open_branches,)
     planning: tuple[PlanPass, ...] = (float_results,)
+    # Its kernels have a factor and an offset behind them.
+    float_before_norms: frozenset[str] = frozenset()
     codes: Codes | None = _CODES
     file: FileRules | None = _FILE
     limits: tuple[str, ...] = (

@@ -97,7 +97,6 @@ _FILE = FileRules(
         check_typing,
     ),
     notes=notes,
-    fuses_norms=True,  # the same guide
 )
 _PRECISIONS = (*SCALE_TYPES, "float32")
 
@@ -128,6 +127,8 @@ class TensorRt(SessionEngine):
         partial(one_weight_scale, ("torch.nn.modules.conv.ConvTranspose[123]d",)),
         open_branches,
     )
+    # NVIDIA, Developer Guide, explicit quantization: such norms are fused in the engine.
+    float_before_norms: frozenset[str] = frozenset()
     codes: Codes | None = _CODES
     file: FileRules | None = _FILE
     limits: tuple[str, ...] = (
