@@ -426,6 +426,27 @@ def test_no_constant_is_folded_into_a_weight_that_is_then_quantized_anew(
     assert report.ok, str(report)
 
 
+class Upsampled(nn.Module):
+    """A transposed convolution, which runs in float, of pooled codes and in front of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 3, padding=1)
+        self.up = nn.ConvTranspose2d(16, 8, 2, 2)
+        self.last = nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.up(nn.functional.max_pool2d(self.first(x).relu(), 2)))
+
+
+def test_the_weight_of_a_float_convolution_between_codes_stays_as_it_is(
+    path: Path,
+) -> None:
+    model = averaged(Upsampled(), path)
+    report = torchq.verify_onnx(model, path, [IMAGES, IMAGES.flip(2)], progress=False)
+    assert report.ok, str(report)
+
+
 class TokensOfImages(nn.Module):
     """A convolution whose result a linear layer reads, place by place."""
 

@@ -46,12 +46,12 @@ def store_float_weights(model: Model) -> None:
     to three and a half times as long as in float32.
 
     Before: Conv(x, DequantizeLinear(codes)) whose result is not quantized, or any ConvTranspose.
-    After: Conv(x, weight), with ``weight`` the values of the codes. Left is what ONNX Runtime would
-    fold a constant into and quantize anew.
+    After: Conv(x, weight), with ``weight`` the values of the codes. Left is what a BatchNorm stands
+    behind, which the file is to be written without.
     """
     for node in nodes_of(model, "Conv", "ConvTranspose"):
         dequantize = weight_of(node)
-        if dequantize is None or _runs_on_integers(node) or _is_quantized_anew(node):
+        if dequantize is None or _runs_on_integers(node) or _has_norm(node):
             continue
         qparams = qparams_of(dequantize)
         values = qparams.dequantize(qparams.centered(value_of(dequantize.inputs[0])))
@@ -79,27 +79,20 @@ def _runs_on_integers(node: Node) -> bool:
 _FOLDED = ("Add", "BatchNormalization", "Mul")
 
 
-def _is_quantized_anew(node: Node) -> bool:
-    """Return True if ONNX Runtime would quantize a float weight after it folded constants into it.
+def _has_norm(node: Node) -> bool:
+    """Return True if a BatchNorm with constants alone stands behind a convolution."""
+    norm = _only_reader_of(node.outputs[0])
+    return (
+        norm is not None
+        and norm.op_type == "BatchNormalization"
+        and _is_constant_but_for(norm, node.outputs[0])
+    )
 
-    It does so where the folded result is quantized, and with one scale for the whole weight.
-    """
-    folds = False
-    result = node.outputs[0]
-    while not is_output(result) and (reader := _only_reader_of(result)) is not None:
-        others = [
-            value
-            for value in reader.inputs
-            if value is not None and value is not result
-        ]
-        if reader.op_type == "QuantizeLinear":
-            return folds
-        if reader.op_type in _FOLDED and all(map(is_constant, others)):
-            folds = True
-        elif reader.op_type not in ("Relu", "Clip"):
-            break
-        result = reader.outputs[0]
-    return folds and bool(_quantizers_behind(result))
+
+def _is_constant_but_for(node: Node, value: Value) -> bool:
+    return all(
+        other is None or other is value or is_constant(other) for other in node.inputs
+    )
 
 
 def _quantizers_behind(value: Value) -> list[Node]:
@@ -295,27 +288,28 @@ def separate_outputs(model: Model) -> None:
             separate(source, node)
 
 
-def separate_convolutions_of_outputs(model: Model) -> None:
-    """Keep the codes of a result of the model apart from the float convolution that computes it.
+def separate_float_convolutions(model: Model) -> None:
+    """Keep the codes behind a float convolution of codes apart from it.
 
-    The convolution returns floats, as the model does. ONNX Runtime 1.32 does not look at that where
-    quantizers are all that reads the result: it quantizes weight and bias anew, with scales of its
-    own.
+    ONNX Runtime 1.32 quantizes the weight and bias of such a convolution anew, with scales of its
+    own, where quantizers are all that reads the result. It folds constants into them first, looks
+    through moves of elements, and does not mind that the model returns the result too.
 
-    Before: Conv or ConvTranspose of codes -> Relu or Clip -> QuantizeLinear, where the model
-    returns what one of the first two computes.
+    Before: Conv or ConvTranspose of codes and of a weight in float -> Relu, Clip, sums and products
+    with constants, moves -> QuantizeLinear.
     After: Max(x, x), which is x, stands in front of the QuantizeLinear.
     """
     for node in nodes_of(model, "Conv", "ConvTranspose"):
+        if dequantized(node.inputs[0]) is None or weight_of(node) is not None:
+            continue
         result = node.outputs[0]
-        returns = is_output(result)
-        while (activation := _only_reader_of(result)) is not None:
-            if activation.op_type not in ("Relu", "Clip"):
+        while (reader := _only_reader_of(result)) is not None:
+            folds = reader.op_type in _FOLDED and _is_constant_but_for(reader, result)
+            if not folds and reader.op_type not in ("Relu", "Clip", *MOVES):
                 break
-            result = activation.outputs[0]
-            returns = returns or is_output(result)
-        codes = [user.op_type == "QuantizeLinear" for user in readers(result)]
-        if returns and codes and all(codes) and dequantized(node.inputs[0]) is not None:
+            result = reader.outputs[0]
+        users = readers(result)
+        if users and all(user.op_type == "QuantizeLinear" for user in users):
             separate(result)
 
 
