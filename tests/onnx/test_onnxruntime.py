@@ -25,6 +25,7 @@ from torchq.onnx.ir import (
 )
 from torchq.onnx.qdq import stored_weight, write_record
 from torchq.runtimes.onnxruntime.convolutions import merge_groups
+from torchq.swap import plan_of
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -445,6 +446,18 @@ def test_the_weight_of_a_float_convolution_between_codes_stays_as_it_is(
     model = averaged(Upsampled(), path)
     report = torchq.verify_onnx(model, path, [IMAGES, IMAGES.flip(2)], progress=False)
     assert report.ok, str(report)
+
+
+def test_what_a_hook_computes_stands_behind_its_layer(path: Path) -> None:
+    """The simulation rounded as if the kernel of the layer gave the codes behind the hook."""
+    layers = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1)
+    layers[1].register_forward_hook(lambda module, args, result: result * 2 + 1)
+    model = averaged(nn.Sequential(*layers), path)
+    report = torchq.verify_onnx(model, path, [IMAGES, IMAGES.flip(2)], progress=False)
+    assert report.ok, str(report)
+    share = plan_of(model).share
+    assert share is not None and report.coverage is not None
+    assert share.quantized == pytest.approx(report.coverage.share)
 
 
 class TokensOfImages(nn.Module):

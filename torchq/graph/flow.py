@@ -1,6 +1,6 @@
 """Which calls of one forward pass read the results of which: from a trace, or from a real run."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -242,9 +242,15 @@ def _is_random(function: str) -> bool:
 class _Recorder(TorchFunctionMode):
     """Notes every torch function that is called outside leaf modules, which hooks note."""
 
-    def __init__(self, model: nn.Module, tracker: ValueTracker | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        tracker: ValueTracker | None,
+        renewed: Iterable[nn.Module],
+    ) -> None:
         super().__init__()
         self._tracker = tracker
+        self._renewed = set(map(id, renewed))
         self.is_showing = False
         self.names = {id(module): name for name, module in model.named_modules()}
         self.owners: dict[int, tuple[str, nn.Module]] = {}
@@ -297,8 +303,10 @@ class _Recorder(TorchFunctionMode):
         self.depth += 1
 
     def end_leaf(
-        self, module: nn.Module, args: object, kwargs: object, out: object
-    ) -> None:
+        self, module: nn.Module, args: object, kwargs: object, out: Any
+    ) -> Any:
+        if id(module) in self._renewed:
+            out = out.view(out.shape)
         self.depth -= 1
         if self.depth == 0:
             name = self.names[id(module)]
@@ -314,6 +322,7 @@ class _Recorder(TorchFunctionMode):
                 stored=is_stored,
                 idle=is_idle,
             )
+        return out
 
     def enter(self, module: nn.Module, *_: object) -> None:
         self.entered.append(self.names[id(module)])
@@ -432,6 +441,7 @@ def record(
     forward: Forward | None = None,
     watch: Mapping[nn.Module, Callable[[Any, Any, Any], None]] | None = None,
     tracker: ValueTracker | None = None,
+    renewed: Iterable[nn.Module] = (),
 ) -> Flow:
     """Run ``model`` once on ``example``, in eval mode without gradients, and return its flow.
 
@@ -443,9 +453,11 @@ def record(
         watch: module -> a function of its arguments, keyword arguments and result that is called
             before each of its calls, with None as the result, and after it, unrecorded.
         tracker: follows the values of the run; functions of ``watch`` may ask it.
+        renewed: leaf modules whose result is a tensor of its own, also where they gave back what
+            they read.
     """
     model = network_of(model)
-    recorder = _Recorder(model, tracker)
+    recorder = _Recorder(model, tracker, renewed)
     call = prepared_call(model, example, forward=forward)
     leaf = (recorder.begin_leaf, recorder.end_leaf)
     inner = (recorder.enter, recorder.leave)
@@ -454,7 +466,9 @@ def record(
         module: nn.Module, before: Callable[..., None], after: Callable[..., None]
     ) -> None:
         stack.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
-        stack.enter_context(module.register_forward_hook(after, with_kwargs=True))
+        # What the module's own hooks compute comes behind its call.
+        end = module.register_forward_hook(after, with_kwargs=True, prepend=True)
+        stack.enter_context(end)
 
     with ExitStack() as stack:
         stack.enter_context(random_kept())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -235,12 +234,15 @@ class _Seen:
     def run(self, example: object) -> dict[str, Any]:
         """Run the model once in float, and return the facts that this shows."""
         watched = dict(self._watched())
-        with ExitStack() as stack:
-            for quantizer in self._handing_on():
-                stack.enter_context(quantizer.register_forward_hook(_as_new_tensor))
-            stack.enter_context(computing_in_float(self._model))
+        with computing_in_float(self._model):
             flow = record(
-                self._model, example, is_leaf, watch=watched, tracker=self._tracker
+                self._model,
+                example,
+                is_leaf,
+                watch=watched,
+                tracker=self._tracker,
+                # As if they were on.
+                renewed=self._handing_on(),
             )
         self._tracker.forget()
         names = ("values", "reached")
@@ -358,11 +360,6 @@ class _Seen:
             root = -1 if is_weight else self._tracker.root_of(x)
             proved = self._tracker.is_nonnegative(x)
             self.values.append(Value(slot, root, _key(x), is_nonnegative=proved))
-
-
-def _as_new_tensor(quantizer: nn.Module, args: object, result: Tensor) -> Tensor:
-    """Return the result of a quantizer that is off as a tensor of its own, as if it were on."""
-    return result.view(result.shape)
 
 
 def _key(tensor: Tensor) -> tuple[int, int]:
