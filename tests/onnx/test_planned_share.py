@@ -109,6 +109,16 @@ def swin() -> nn.Module:
     return torchvision.models.SwinTransformer(*sizes, num_classes=4)
 
 
+def padded() -> nn.Module:
+    """Convolutions that pad with values of the image, behind their quantizers."""
+
+    def conv(channels: int, mode: str) -> nn.Conv2d:
+        return nn.Conv2d(channels, 16, 3, padding=1, padding_mode=mode)
+
+    layers = conv(3, "reflect"), nn.ReLU(), conv(16, "circular"), nn.ReLU()
+    return nn.Sequential(*layers, conv(16, "replicate"), nn.ReLU(), nn.Conv2d(16, 4, 1))
+
+
 PICTURES = (3, 32, 32)
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "torchvision": (lambda: torchvision.models.squeezenet1_1(num_classes=4), PICTURES),
@@ -119,6 +129,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "recurrent": (Recurrent, (8, 20)),
     "norms": (Norms, PICTURES),
     "calls": (Calls, PICTURES),
+    "padded": (padded, PICTURES),
     "vision transformer": (vision_transformer, PICTURES),
     "swin": (swin, PICTURES),
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from torchq.onnx.ir import (
@@ -188,6 +190,43 @@ def quantize_concatenated(model: Model) -> None:
             continue
         if not leads_only_to_quantizers(node.outputs[0]):
             insert_pair(node, list(settings.pop()))
+
+
+def quantize_padded(model: Model) -> None:
+    """Quantize what convolutions read once more behind padding with values of the image.
+
+    A layer with such a ``padding_mode`` pads what its quantizer gave.
+
+    Before: DequantizeLinear -> Pad, or slices that are concatenated -> Conv.
+    After: A Q/DQ pair with the same parameters stands in front of the Conv. It changes no value, and
+    completes the pattern of an integer kernel.
+    """
+    for node in nodes_of(model, "Conv"):
+        padded = node.inputs[0].producer()
+        sources = set(_sources_of_padding(node.inputs[0]))
+        settings = {tuple(pair.inputs[1:]) for pair in sources if pair is not None}
+        if padded is None or None in sources or padded in sources or len(settings) != 1:
+            continue
+        if not any(attribute(pair, "axis") for pair in sources if pair is not None):
+            insert_pair(padded, list(settings.pop()))
+
+
+def _sources_of_padding(value: Value) -> Iterator[Node | None]:
+    """Yield the DequantizeLinear nodes that a value was padded from; None for anything else."""
+    producer = value.producer()
+    if producer is not None and producer.op_type == "Concat":
+        for part in producer.inputs:
+            yield from _sources_of_padding(part)
+    elif producer is not None and (
+        producer.op_type == "Slice"
+        or (
+            producer.op_type == "Pad"
+            and attribute(producer, "mode", "constant") != "constant"
+        )
+    ):
+        yield from _sources_of_padding(producer.inputs[0])
+    else:
+        yield dequantized(value)
 
 
 def widen_four_bit_weights(model: Model) -> None:

@@ -37,6 +37,7 @@ from torchq.runtimes.onnxruntime.engine import SessionEngine
 from torchq.runtimes.onnxruntime.matmuls import split_gemms
 from torchq.runtimes.onnxruntime.pairs import (
     quantize_concatenated,
+    quantize_padded,
     quantize_reshaped,
     read_shapes_of_codes,
     separate_clips,
@@ -79,6 +80,7 @@ _FILE = FileRules(
         convolve_averages,
         gather_shuffled,
         quantize_concatenated,
+        quantize_padded,
         split_gemms,
         separate_clips,
         separate_softmaxes,
