@@ -84,6 +84,12 @@ class Norms(nn.Module):
         return self.last(self.norm(self.depthwise(h))).mean((2, 3))
 
 
+def grouped() -> nn.Module:
+    """Groups that files for ONNX Runtime join, with zeros between them, and a layer in float."""
+    layers = nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 32, 3, groups=8), nn.ReLU()
+    return nn.Sequential(*layers, nn.Conv2d(32, 8, 3))
+
+
 class Calls(nn.Module):
     """Convolutions that are calls in one forward; something reads one of the results in float."""
 
@@ -130,6 +136,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "norms": (Norms, PICTURES),
     "calls": (Calls, PICTURES),
     "padded": (padded, PICTURES),
+    "groups": (grouped, PICTURES),
     "vision transformer": (vision_transformer, PICTURES),
     "swin": (swin, PICTURES),
 }

@@ -13,6 +13,7 @@ from torchq.onnx.ir import (
     Model,
     Node,
     Value,
+    attribute,
     infer_shapes,
     is_constant,
     names,
@@ -21,11 +22,14 @@ from torchq.onnx.ir import (
     readers,
 )
 from torchq.onnx.passes.constants import fold_lengths
-from torchq.onnx.qdq import FLOAT_WEIGHT, read_record
+from torchq.onnx.qdq import FLOAT_WEIGHT, pair_name, read_record, stored_weight
 from torchq.runtime import PRODUCTS, Runtime
 
 #: The entry of the record that holds the lengths of open dimensions in the example of an export.
 EXAMPLE_LENGTHS = "example_lengths"
+#: The entry that holds how many groups convolutions had before zeros were put between them: name of
+#: the pair of the weight -> groups.
+MERGED_GROUPS = "merged groups"
 
 #: Operators of which each step multiplies the input and the hidden state by weights.
 _RECURRENT = ("LSTM", "GRU", "RNN")
@@ -76,8 +80,10 @@ class Coverage:
         infer_shapes(graph)
         nodes = nodes_of(graph, *PRODUCTS, *_RECURRENT)
         sized = _of_known_lengths(graph)
+        recorded = read_record(graph).get(MERGED_GROUPS)
+        groups = recorded if isinstance(recorded, dict) else {}
         sizes = {
-            node.outputs[0].name: _multiply_adds(node)
+            node.outputs[0].name: _multiply_adds(node) * _part_of_groups(node, groups)
             for node in nodes_of(sized, *PRODUCTS, *_RECURRENT)
         }
         work = {id(node): sizes.get(node.outputs[0].name, 0.0) for node in nodes}
@@ -271,6 +277,14 @@ def _multiply_adds(node: Node) -> float:
     if node.op_type == "Einsum":
         return max(sizes)
     return math.prod(_dims(node.outputs[0])) * math.prod(_dims(factors[0])[-1:])
+
+
+def _part_of_groups(node: Node, groups_before: Mapping[str, object]) -> float:
+    """Return what part of the products are the model's, and none with zeros between its groups."""
+    weight = stored_weight(node.inputs[1]) if node.op_type == "Conv" else None
+    before = None if weight is None else groups_before.get(pair_name(weight))
+    now = int(attribute(node, "group", 1))
+    return now / before if isinstance(before, int) and before > now else 1.0
 
 
 def _places(value: Value) -> int:

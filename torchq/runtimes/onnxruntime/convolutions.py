@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from torchq.onnx.coverage import MERGED_GROUPS
 from torchq.onnx.ir import (
     Model,
     Node,
@@ -43,7 +44,6 @@ from torchq.onnx.qdq import (
 #: The channels that a merged group should have at least, and the most that it may have. In ResNeXt
 #: 32 were faster than 16 and 64; in RegNetY, with 8, 16 or 104 to choose from, 104.
 _LEAST, _MOST = 32, 128
-_MERGED = "merged groups"
 
 
 def _merge_groups(model: Model) -> None:
@@ -68,12 +68,12 @@ def _merge_groups(model: Model) -> None:
             merged[pair_name(weight)] = groups
             _store(node, weight, _spread(codes, groups, count), groups // count)
     if merged:
-        add_to_record(model, _MERGED, merged)
+        add_to_record(model, MERGED_GROUPS, merged)
 
 
 def _split_groups(model: Model) -> dict[str, str]:
     """Give layers the groups that they were exported with; name weights that are not 0 between."""
-    record = read_record(model).get(_MERGED, {})
+    record = read_record(model).get(MERGED_GROUPS, {})
     wrong = {}
     for node in nodes_of(model, "Conv"):
         weight = stored_weight(node.inputs[1])

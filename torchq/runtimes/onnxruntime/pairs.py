@@ -198,8 +198,8 @@ def quantize_padded(model: Model) -> None:
     A layer with such a ``padding_mode`` pads what its quantizer gave.
 
     Before: DequantizeLinear -> Pad, or slices that are concatenated -> Conv.
-    After: A Q/DQ pair with the same parameters stands in front of the Conv. It changes no value, and
-    completes the pattern of an integer kernel.
+    After: A Q/DQ pair with the same parameters stands in front of the Conv. It changes no value,
+    and completes the pattern of an integer kernel.
     """
     for node in nodes_of(model, "Conv"):
         padded = node.inputs[0].producer()
