@@ -251,3 +251,26 @@ def test_bad_input_changes_nothing(generator: torch.Generator) -> None:
         ConfigError, match=r"equalize_: got a calibrated model \(0.input_quantizer"
     ):
         equalize_(model, x)
+
+
+class Residual(nn.Module):
+    """Adds what it reads, which targets quantize."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 1)
+        self.second = nn.Conv2d(4, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(self.first(x).relu())
+
+
+def test_layers_inside_of_a_block_with_a_quantized_sum_are_found() -> None:
+    model = nn.Sequential(Residual(), nn.Conv2d(3, 2, 1)).eval()
+    x = torch.rand(2, 3, 4, 4)
+    torchq.quantize_(model, target="onnxruntime", example=x, progress=False)
+    assert hasattr(model[0], "quant_add")
+    report = equalize_(model, x)
+    assert [(pair.first, pair.second) for pair in report.pairs] == [
+        ("0.first", "0.second")
+    ]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import torchq
 from torchq.errors import ConfigError, QuantizationError
+from torchq.nn import QuantModule
 from torchq.nn.integer_kernel import kernels_off
 from torchq.ptq import smooth_
 
@@ -309,3 +310,25 @@ def test_layers_with_factors_are_left_alone_by_what_rounds_weights(
 def test_an_unknown_place_behind_which_to_smooth_is_named() -> None:
     with pytest.raises(ConfigError, match="got behind='all'; expected 'norms' or"):
         smooth_(net(), batches(), behind="all", progress=False)  # type: ignore[arg-type]
+
+
+class WithMatrix(nn.Module):
+    """Multiplies by a parameter of its own, in a call that is quantized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.first = nn.Linear(8, 8)
+        self.matrix = nn.Parameter(torch.rand(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.first(self.norm(x)).relu() @ self.matrix
+
+
+def test_layers_inside_of_a_block_with_a_quantized_call_are_found() -> None:
+    model = nn.Sequential(WithMatrix(), nn.Linear(8, 2)).eval()
+    x = torch.rand(4, 8)
+    torchq.quantize_(model, example=x, progress=False)
+    assert isinstance(model[0], QuantModule)
+    report = smooth_(model, [x], progress=False)
+    assert [group.source for group in report.groups] == ["0.norm"]

@@ -18,14 +18,15 @@ import torch
 from torch import nn
 
 from torchq.fusion.modules import is_layer
-from torchq.graph import Call, Flow, is_torch_leaf, record
+from torchq.graph import Call, Flow, record
 from torchq.graph.operators import DROPOUTS, POOLS
-from torchq.nn import QuantModule, switched_off
+from torchq.nn import switched_off
 from torchq.ptq.layers import (
     change_checked,
     check_not_calibrated,
     float_outputs,
     in_order,
+    is_leaf,
     is_shared,
     largest_change,
     report_text,
@@ -141,9 +142,7 @@ def equalize_(
         evaluating(model),
         switched_off(quantizers(model).values()),
     ):
-        flow = record(
-            model, example, lambda m: is_torch_leaf(m) or isinstance(m, QuantModule)
-        )
+        flow = record(model, example, is_leaf)
         pairs, skipped = _find_pairs(model, flow)
         layers = [layer for pair in pairs for layer in (pair.first, pair.second)]
         most = largest_change(1e-5, layers) if tolerance is None else tolerance

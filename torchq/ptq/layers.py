@@ -13,7 +13,7 @@ from torchq.errors import CalibrationError, ConfigError, QuantizationError
 from torchq.formats import Format
 from torchq.functional import compute_dtype, scale_from_amax
 from torchq.functional.scale import divisor
-from torchq.graph import Flow, Forward, call_model, tensors_in
+from torchq.graph import Flow, Forward, call_model, is_torch_leaf, tensors_in
 from torchq.graph.operators import LAYERS
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.nn.correction import forget_corrections
@@ -39,6 +39,18 @@ def first_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     """Return the input of a call of a layer."""
     tensor: Tensor = args[0] if args else kwargs["input"]
     return tensor
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Return True for what counts as one call: a layer, quantized or not, but no block of them.
+
+    Blocks are quantized modules too where their forward adds or multiplies. Attention of torch.nn
+    stays one call.
+    """
+    if not isinstance(module, QuantModule):
+        return is_torch_leaf(module)
+    is_of_torch = module.float_class.__module__.startswith("torch.nn.")
+    return is_of_torch or not module.is_container
 
 
 def weighted_modules(model: nn.Module) -> Iterator[tuple[str, QuantModule]]:

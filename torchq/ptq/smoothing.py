@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq.errors import ConfigError
-from torchq.graph import Call, Flow, Forward, call_model, is_torch_leaf, record
+from torchq.graph import Call, Flow, Forward, call_model, record
 from torchq.nn import QuantModule, TensorQuantizer, switched_off, switched_on
 from torchq.ptq.layers import (
     SHARED,
@@ -27,6 +27,7 @@ from torchq.ptq.layers import (
     check_not_calibrated,
     first_input,
     float_outputs,
+    is_leaf,
     is_shared,
     largest_change,
     report_text,
@@ -258,7 +259,7 @@ def _find_groups(
 
 
 def _is_leaf(module: nn.Module) -> bool:
-    return is_torch_leaf(module) or isinstance(module, QuantModule) or _is_norm(module)
+    return is_leaf(module) or _is_norm(module)
 
 
 def _obstacle(model: nn.Module, flow: Flow, layer: Any) -> str | None:
