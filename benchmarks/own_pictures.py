@@ -73,6 +73,12 @@ def whole_ranges(model: nn.Module, batches: list[Tensor]) -> None:
     torchq.calibrate(model, batches, method="max", progress=False)
 
 
+def evened(model: nn.Module, batches: list[Tensor]) -> None:
+    """Calibrate with channels of one size in front of depthwise layers."""
+    torchq.ptq.equalize_depthwise_(model, batches, progress=False)
+    torchq.calibrate(model, batches, progress=False)
+
+
 def rounded(model: nn.Module, batches: list[Tensor]) -> None:
     """Calibrate, and round the weights by their layers' outputs."""
     torchq.calibrate(model, batches, correct=False, progress=False)
@@ -83,6 +89,7 @@ def rounded(model: nn.Module, batches: list[Tensor]) -> None:
 METHODS: dict[str, Callable[[nn.Module, list[Tensor]], None]] = {
     "untouched": calibrated,
     "whole ranges": whole_ranges,
+    "equalize_depthwise_": evened,
     "gptq_": rounded,
 }
 #: Types that the float network computes in, in place of quantization.
@@ -94,6 +101,8 @@ SETTINGS = [
     ("int8", "openvino", "untouched"),
     ("int8", "onnxruntime", "whole ranges"),
     ("int8", "openvino", "whole ranges"),
+    ("int8", "none", "equalize_depthwise_"),
+    ("int8", "onnxruntime", "equalize_depthwise_"),
     ("w4a8", "none", "untouched"),
     ("w4a8", "none", "gptq_"),
     ("w4a8, mse inputs", "none", "untouched"),

@@ -10,7 +10,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchq
-from torchq.ptq import adaround_, correct_bias_, equalize_, gptq_, smooth_
+from torchq.ptq import (
+    adaround_,
+    correct_bias_,
+    equalize_,
+    equalize_depthwise_,
+    gptq_,
+    smooth_,
+)
 
 # Places, spread evenly over the operations of a call, where it is interrupted.
 _PLACES = 12
@@ -48,6 +55,16 @@ def net() -> nn.Sequential:
         nn.Linear(8, 8),
         nn.ReLU(),
         nn.Linear(8, 4),
+    ).eval()
+
+
+IMAGES = [batch.view(-1, 1, 4, 6).repeat(1, 3, 1, 1) for batch in BATCHES]
+
+
+def depthwise_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 1), nn.ReLU6(), nn.Conv2d(4, 4, 3, groups=4)
     ).eval()
 
 
@@ -95,6 +112,10 @@ def places(function: Callable[[Any], object], model: nn.Module) -> list[int]:
 
 WHOLE: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], object]]] = {
     "equalize_": (net, lambda m: equalize_(m, BATCHES[0])),
+    "equalize_depthwise_": (
+        depthwise_net,
+        lambda m: equalize_depthwise_(m, IMAGES, progress=False),
+    ),
     "smooth_": (quantized, lambda m: smooth_(m, BATCHES, progress=False)),
     "correct_bias_": (
         lambda: quantized(ready=True),

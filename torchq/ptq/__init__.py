@@ -6,7 +6,12 @@ and what it could not. May import workflow and below.
 
 from torchq.ptq.adaround import AdaRoundBlock, AdaRoundReport, adaround_
 from torchq.ptq.bias_correction import correct_bias_
-from torchq.ptq.equalization import EqualizedPair, EqualizeReport, equalize_
+from torchq.ptq.equalization import (
+    EqualizedPair,
+    EqualizeReport,
+    equalize_,
+    equalize_depthwise_,
+)
 from torchq.ptq.gptq import GPTQLayer, GPTQReport, gptq_
 from torchq.ptq.smoothing import SmoothedGroup, SmoothReport, smooth_
 from torchq.ptq.tuning import TunedConfig, TuneResult, TuneTrial, tune
@@ -26,6 +31,7 @@ __all__ = [
     "adaround_",
     "correct_bias_",
     "equalize_",
+    "equalize_depthwise_",
     "gptq_",
     "smooth_",
     "tune",
