@@ -45,6 +45,22 @@ def head_with_objects() -> Tensor:
     return torch.cat([rows, torch.zeros(8, 8)])[None]
 
 
+def head_with(*columns: Tensor) -> Tensor:
+    """A head of YOLO with more numbers behind the scores of each box."""
+    more = [column.expand(1, 1, head().shape[2]) for column in columns]
+    return torch.cat([head(), *more], 1)
+
+
+def found_with_keypoints() -> Tensor:
+    found = torch.cat([LAYOUTS["end to end"], torch.zeros(1, 16, 6)], 1)
+    keypoints = torch.rand(1, 20, 9, generator=torch.Generator().manual_seed(3)) * 90
+    return torch.cat([found, keypoints], 2)
+
+
+#: The column of a keypoint, an angle that all boxes have, and a factor of a mask of each box.
+ACROSS, ANGLE = torch.tensor(35.0), torch.tensor(0.785)
+FACTOR = torch.linspace(-2, 0.9, 12)[None, None]
+
 LAYOUTS: dict[str, Any] = {
     "dicts": image(),
     "boxes and scores": (BOXES[None], class_scores()[None]),
@@ -52,7 +68,11 @@ LAYOUTS: dict[str, Any] = {
     "end to end": torch.cat([BOXES, SCORES[:, None], LABELS[:, None]], 1)[None],
     "head": (head(), [torch.zeros(1, 8, 2, 2)]),
     "head with objects": head_with_objects(),
+    "head with keypoints": head_with(ACROSS, ACROSS, torch.tensor(0.9)),
+    "head with angles": head_with(ANGLE),
+    "head with masks": head_with(FACTOR, -FACTOR),
 }
+LAYOUTS["end to end with keypoints"] = found_with_keypoints()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -265,6 +285,15 @@ def yolo_of_classes() -> Tensor:
     return rows
 
 
+def queries() -> Tensor:
+    """What a DETR returns: boxes as shares of the image, and no score for objects."""
+    generator = torch.Generator().manual_seed(8)
+    rows = torch.rand(2, 300, 10, generator=generator)
+    rows[..., 4:] *= 0.01
+    rows[:, ::60, 7] = 0.8
+    return rows
+
+
 def corners_score_label() -> Tensor:
     actual = torch.cat(
         [
@@ -283,6 +312,7 @@ OUTPUTS: dict[str, tuple[Any, int]] = {
     "background last": (with_background(3), 10),
     "one class, centres": (head_of_one_class(), 12),
     "classes, centres": (yolo_of_classes(), 10),
+    "queries of a DETR": (queries(), 10),
     "corners, score, label": (corners_score_label(), 20),
     "dicts": (
         [

@@ -25,6 +25,8 @@ _MOST = 300
 _FEW = 20
 #: How far from 1 the scores of a place may add up to be those of a softmax, after quantization.
 _SOFTMAX = 0.05
+#: A column of which half of the places have so much holds no scores.
+_USUAL = 0.25
 #: Images of a head of YOLO have at least so many places.
 _PLACES = 8
 _OWN_LAYOUT = (
@@ -118,7 +120,8 @@ class Detections:
             dicts with "boxes", "scores" and "labels" (torchvision); boxes (N, A, 4) and scores
             (N, A, C) beside each other, of which the scores of a softmax have a column for the
             background, the largest one; (N, K, 6) with corners, score and label; heads of YOLO as
-            (N, 4 + C, A), or (N, A, 5 + C) with a score for objects, of centres and sizes.
+            (N, 4 + C, A), or (N, A, 5 + C) with a score for objects, of centres and sizes; of DETR
+            as (N, A, 4 + C). Keypoints, angles and factors of masks may follow the scores.
         threshold: scores from which on a box counts.
         slack: how far below it a box of the other model may be, to be no error.
         iou: the least overlap, over the union.
@@ -353,12 +356,13 @@ def detections_in(output: object) -> list[Detected]:
         if same:
             scores = without_background(same[0])
             return [_of_scores(b, s) for b, s in zip(boxes, scores, strict=True)]
-    if threes and threes[0].shape[-1] == 6 and not _is_head_of_one_class(threes[0]):
+    if threes and _are_found(threes[0]):
         return [
             Detected(rows[:, :4], rows[:, 4], rows[:, 5].round()) for rows in threes[0]
         ]
     if threes and min(threes[0].shape[1:]) > 4:
-        return [_of_head(rows) for rows in threes[0]]
+        boxes, scores = _of_heads(threes[0])
+        return [_of_scores(b, s) for b, s in zip(boxes, scores, strict=True)]
     raise ConfigError(
         f"Detections: got the output {short_repr(output)} with tensors of shapes "
         f"{[tuple(t.shape) for t in tensors]}; expected dicts with boxes, scores and labels, boxes "
@@ -366,13 +370,20 @@ def detections_in(output: object) -> list[Detected]:
     )
 
 
-def _is_head_of_one_class(rows: Tensor) -> bool:
-    """Return True for (N, A, 6) of a YOLO with one class: centres, sizes and two scores.
+def _are_found(rows: Tensor) -> bool:
+    """Return True for (N, K, 6) with corners, score and label, perhaps before keypoints and masks.
 
-    The last column of corners, score and label is a whole number.
+    The label is a whole number, which a score of (N, A, 6), a YOLO with one class, is not. What
+    has more columns is known by its order as well, the largest score first.
     """
-    last = rows[..., 5]
-    return not torch.equal(last, last.round())
+    if rows.shape[-1] < 6:
+        return False
+    scores, labels = rows[..., 4], rows[..., 5]
+    if not torch.equal(labels, labels.round()):
+        return False
+    has_more_rows = rows.shape[2] <= rows.shape[1] <= _MOST
+    is_sorted = has_more_rows and bool((scores.diff(dim=1) <= 0).all())
+    return rows.shape[-1] == 6 or is_sorted
 
 
 def _is_softmax(x: Tensor) -> bool:
@@ -404,7 +415,7 @@ def background_of(output: object) -> Any:
     def typical(x: Tensor) -> Tensor:
         if x.dim() != 3 or not x.is_floating_point() or max(x.shape[1:]) < _PLACES:
             return x
-        if x.shape[-1] == 6 and not _is_head_of_one_class(x):
+        if _are_found(x):
             return x  # These are detections already, of which each may be an object.
         places = 1 if x.shape[1] >= x.shape[2] else 2
         middle = x.float().median(places, keepdim=True).values.to(x.dtype)
@@ -448,13 +459,38 @@ def _of_scores(boxes: Tensor, scores: Tensor) -> Detected:
     return Detected(boxes[keep], best[keep], labels[keep])
 
 
-def _of_head(rows: Tensor) -> Detected:
-    """Return the detections of a head of YOLO, (4 + C, A), or (A, 5 + C) with objectness."""
-    if rows.shape[0] < rows.shape[1]:
-        rows = rows.T
-        scores = rows[:, 4:]
+def _of_heads(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the corners (N, A, 4) and scores (N, A, C) of the head of a YOLO or DETR.
+
+    It is (N, 4 + C, A), where keypoints, an angle or the factors of masks may follow the scores, or
+    (N, A, 5 + C) with a score for objects, or (N, A, 4 + C) with boxes as shares of the image.
+    """
+    if rows.shape[1] < rows.shape[2]:
+        rows = rows.transpose(1, 2)
+        scores = rows[..., 4 : 4 + _count_scores(rows)]
+    elif _are_shares(rows[..., :4]):
+        scores = rows[..., 4:]
     else:
-        scores = rows[:, 5:] * rows[:, 4:5]
-    middle = rows[:, :2]
-    half = rows[:, 2:4] / 2
-    return _of_scores(torch.cat([middle - half, middle + half], 1), scores)
+        scores = rows[..., 5:] * rows[..., 4:5]
+    middle = rows[..., :2]
+    half = rows[..., 2:4] / 2
+    return torch.cat([middle - half, middle + half], -1), scores
+
+
+def _count_scores(rows: Tensor) -> int:
+    """Return how many columns behind the boxes are scores; all where they are logits.
+
+    Scores are between 0 and 1, and most places detect nothing.
+    """
+    columns = rows[..., 4:].flatten(0, 1)
+    low, high = columns.amin(0), columns.amax(0)
+    is_score = (low >= -_SOFTMAX) & (high <= 1 + _SOFTMAX)
+    is_score &= columns.median(0).values < _USUAL
+    if not is_score[0]:
+        return columns.shape[1]
+    return int(is_score.long().cumprod(0).sum())
+
+
+def _are_shares(boxes: Tensor) -> bool:
+    """Return True for centres and sizes as shares of the image, not in pixels."""
+    return bool(((boxes >= -_SOFTMAX) & (boxes <= 1 + _SOFTMAX)).all())
