@@ -192,6 +192,21 @@ class Block(nn.Module):
         return y + self.layer(y)
 
 
+def test_even_channels_are_tried_where_depthwise_layers_read_one_range() -> None:
+    changes = {name: change for name, _, change in SETTINGS}
+    layers = (nn.Conv2d(3, 4, 1), nn.ReLU6(), nn.Conv2d(4, 4, 3, groups=4))
+    seen: Any = SimpleNamespace(model=nn.Sequential(*layers))
+    plain = TunedConfig(torchq.recipes.int8(), source="recipe")
+    settings = changes["equalize_depthwise_"](plain, seen)
+    assert settings.before == ("equalize_depthwise_",)
+    for_openvino = replace(plain, target="openvino")
+    assert changes["equalize_depthwise_"](for_openvino, seen) == for_openvino
+    one_scale = replace(plain, config=torchq.recipes.integer(8, 8, per_channel=False))
+    assert changes["equalize_depthwise_"](one_scale, seen) == one_scale
+    seen.model = nn.Sequential(*layers[:2])
+    assert changes["equalize_depthwise_"](plain, seen) == plain
+
+
 def test_factors_in_quantizers_are_tried_for_transformers_of_8_bits() -> None:
     changes = {name: change for name, _, change in SETTINGS}
     seen: Any = SimpleNamespace(model=Block())

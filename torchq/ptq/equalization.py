@@ -405,7 +405,7 @@ def _find_depthwise_pairs(
     pairs: list[_Pair] = []
     skipped: dict[str, str] = {}
     for name, layer in model.named_modules():
-        if not is_layer(layer) or not _is_depthwise(layer):
+        if not is_layer(layer) or not is_depthwise(layer):
             continue
         pair = behind.get(layer)
         reason = (
@@ -420,7 +420,7 @@ def _find_depthwise_pairs(
     return pairs, skipped
 
 
-def _is_depthwise(layer: Any) -> bool:
+def is_depthwise(layer: Any) -> bool:
     """Return True for a convolution whose every output channel reads one input channel."""
     is_plain = isinstance(layer, LAYERS) and not isinstance(layer, TRANSPOSED)
     groups = getattr(layer, "groups", 1)

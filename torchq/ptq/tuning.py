@@ -28,7 +28,7 @@ from torchq.graph.operators import CONVOLUTIONS, LAYERS
 from torchq.nn import QuantModule
 from torchq.ptq.adaround import adaround_
 from torchq.ptq.bias_correction import correct_bias_
-from torchq.ptq.equalization import equalize_
+from torchq.ptq.equalization import equalize_, equalize_depthwise_, is_depthwise
 from torchq.ptq.gptq import gptq_
 from torchq.ptq.smoothing import smooth_
 from torchq.runtime import Runtime, runtime_of
@@ -58,12 +58,14 @@ _ENDED = "ended at the time limit"
 #: Algorithms of :mod:`torchq.ptq` before calibration, in the order in which they run.
 PREPARATIONS: Mapping[str, Any] = {
     "equalize_": lambda model, batches, progress: equalize_(model, batches[0]),
+    "equalize_depthwise_": equalize_depthwise_,
     "smooth_": smooth_,
     "smooth_ anything": partial(smooth_, behind="anything"),
 }
 #: Names of preparations -> the lines that call them.
 _LINES = {
     "equalize_": "torchq.ptq.equalize_(model, batches[0])",
+    "equalize_depthwise_": "torchq.ptq.equalize_depthwise_(model, batches)",
     "smooth_": "torchq.ptq.smooth_(model, batches)",
     "smooth_ anything": 'torchq.ptq.smooth_(model, batches, behind="anything")',
 }
@@ -347,6 +349,19 @@ def _equalization(best: TunedConfig, search: _Search) -> TunedConfig:
     return replace(best, before=(*best.before, "equalize_")) if applies else best
 
 
+def _even_inputs(best: TunedConfig, search: _Search) -> TunedConfig:
+    weights = _descriptors(best.config, "weight")
+    per_channel = any(d.axis is not None for d in weights)
+    runtime = runtime_of(best.target)
+    codes = None if runtime is None else runtime.codes
+    # Such a runtime has a range for each channel of what depthwise layers read.
+    has_own_ranges = codes is not None and codes.by_channel
+    is_mobile = any(map(is_depthwise, search.model.modules()))
+    if not per_channel or has_own_ranges or not is_mobile:
+        return best
+    return replace(best, before=(*best.before, "equalize_depthwise_"))
+
+
 def _smoothing(best: TunedConfig, search: _Search) -> TunedConfig:
     if not _has_norms_of_tokens(search.model):
         return best
@@ -403,6 +418,11 @@ SETTINGS: Sequence[tuple[str, str, Change]] = (
         "correct_bias_",
         "layers can make up for those before them",  # as calibrate lets them with few bits
         partial(_algorithm, name="correct_bias_", least=_FEW_BITS + 1),
+    ),
+    (
+        "equalize_depthwise_",
+        "channels of unequal size share the range of a depthwise input",
+        _even_inputs,
     ),
     ("zero points", "few negative inputs, as behind SiLU, waste codes", _zero_points),
     (
