@@ -90,6 +90,40 @@ def grouped() -> nn.Module:
     return nn.Sequential(*layers, nn.Conv2d(32, 8, 3))
 
 
+class Attention(nn.Module):
+    """Attention whose query is a convolution's result, which is scaled before it is quantized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 16, 8, 8)
+        self.query, self.key, self.value = (nn.Conv2d(16, 16, 1) for _ in range(3))
+        self.last = nn.Conv2d(16, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).relu()
+        parts = self.query(x), self.key(x), self.value(x)
+        heads = [part.reshape(-1, 2, 8, 16).transpose(2, 3) for part in parts]
+        found = nn.functional.scaled_dot_product_attention(*heads)
+        return self.last(found.transpose(2, 3).reshape(-1, 16, 4, 4))
+
+
+class Patches(nn.Module):
+    """Patches of resized images, of which TorchScript asks how many there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 16, 8, 8)
+        self.token = nn.Parameter(torch.randn(1, 1, 16))
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.interpolate(x, size=(24, 24), mode="bilinear")
+        rows = self.patches(x).flatten(2).transpose(1, 2)
+        rows = torch.cat([self.token.expand(x.shape[0], -1, -1), rows], 1)
+        return self.head(self.norm(rows))
+
+
 class Calls(nn.Module):
     """Convolutions that are calls in one forward; something reads one of the results in float."""
 
@@ -137,6 +171,8 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "calls": (Calls, PICTURES),
     "padded": (padded, PICTURES),
     "groups": (grouped, PICTURES),
+    "attention": (Attention, PICTURES),
+    "patches": (Patches, PICTURES),
     "vision transformer": (vision_transformer, PICTURES),
     "swin": (swin, PICTURES),
 }

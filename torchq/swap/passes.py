@@ -126,6 +126,11 @@ class View:
             return has_effect(call, "move")
         return isinstance(call.module, _MOVING_MODULES) and not self.is_quantized(call)
 
+    def scales(self, reader: Call, call: Call) -> bool:
+        """Return True for attention that multiplies a result by its scale and quantizes that."""
+        is_attention = isinstance(reader.module, ScaledDotProductAttention)
+        return is_attention and reader.inputs[:1] == (call.index,)
+
     def is_stored(self, index: int) -> bool:
         """Return True for the number of a call that computes with stored numbers alone."""
         return self.flow.calls[index].stored
@@ -541,6 +546,8 @@ class _Readers:
     def __init__(self, view: View, call: Call) -> None:
         self._view = view
         self._flow = view.flow
+        # Linear layers return floats as fast as codes.
+        self._is_convolution = isinstance(call.module, CONVOLUTIONS)
         self.in_float = self.returned = False
         self.after_relu = self._is_before_relus(call)
         self._follow(call, moved=False, activated=False)
@@ -560,6 +567,9 @@ class _Readers:
         readers = self._flow.consumers(call)
         for reader in readers:
             if self._view.quantizes(reader):
+                self.in_float |= self._is_convolution and self._view.scales(
+                    reader, call
+                )
                 continue
             if self._view.is_last_layer(reader):
                 # The layer in front of it runs on integers, which wants its result quantized.
@@ -1039,6 +1049,8 @@ class _Results:
 
     def _fused(self, reader: Call, call: Call, activated: bool) -> list[str]:
         """Return the slots behind one reader of a result that a kernel includes."""
+        if self._view.quantizes(reader) and self._view.scales(reader, call):
+            return []
         if self._view.quantizes(reader):
             slots = self._slots(reader, call)
             return (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -149,9 +149,12 @@ def quantize_reshaped(model: Model) -> None:
         reader = _only_reader(node)
         while reader is not None and reader.op_type in ("Relu", "Clip"):
             last, reader = reader, _only_reader(reader)
-        if reader is None or not _keeps_codes(reader):
+        # ONNX Runtime moves codes in front of all moves, unless something asks for a shape.
+        has_others = len(readers(last.outputs[0])) > 1
+        moves = MOVES if has_others else _RESHAPES
+        if reader is None or not _keeps_codes(reader, moves):
             continue
-        while reader is not None and _keeps_codes(reader):
+        while reader is not None and _keeps_codes(reader, moves):
             reader = _only_reader(reader)
         if (
             reader is None
@@ -162,11 +165,9 @@ def quantize_reshaped(model: Model) -> None:
         insert_pair(last, list(reader.inputs[1:]))
 
 
-def _keeps_codes(node: Node) -> bool:
+def _keeps_codes(node: Node, moves: Sequence[str]) -> bool:
     """Return True for a node that moves values, or adds zeros to them."""
-    return node.op_type in _RESHAPES or (
-        node.op_type == "Pad" and constant_fill(node) == 0
-    )
+    return node.op_type in moves or (node.op_type == "Pad" and constant_fill(node) == 0)
 
 
 def _only_reader(node: Node) -> Node | None:
