@@ -124,6 +124,29 @@ class Patches(nn.Module):
         return self.head(self.norm(rows))
 
 
+class Skips(nn.Module):
+    """A WaveNet, whose last residual nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv1d(8, 16, 1)
+        self.gates = nn.ModuleList(nn.Conv1d(16, 32, 3, padding=1) for _ in range(2))
+        self.residuals = nn.ModuleList(nn.Conv1d(16, 16, 1) for _ in range(2))
+        self.skips = nn.ModuleList(nn.Conv1d(16, 16, 1) for _ in range(2))
+        self.last = nn.Conv1d(16, 8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        found = []
+        layers = zip(self.gates, self.residuals, self.skips, strict=True)
+        for gate, residual, skip in layers:
+            states, open_by = gate(x).chunk(2, 1)
+            gated = states.tanh() * open_by.sigmoid()
+            found.append(skip(gated))
+            x = x + residual(gated)
+        return self.last((found[0] + found[1]).relu())
+
+
 class Calls(nn.Module):
     """Convolutions that are calls in one forward; something reads one of the results in float."""
 
@@ -173,6 +196,8 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "groups": (grouped, PICTURES),
     "attention": (Attention, PICTURES),
     "patches": (Patches, PICTURES),
+    "skips": (Skips, (8, 20)),
+    "one layer": (lambda: nn.Conv2d(3, 8, 3), PICTURES),
     "vision transformer": (vision_transformer, PICTURES),
     "swin": (swin, PICTURES),
 }

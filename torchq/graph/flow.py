@@ -92,6 +92,7 @@ class Call:
             none where that is what the model reads. None for a call that computes something.
         idle: it is a module that gave its input back in the run, and computed nothing, as those do
             that drop branches in training.
+        writes: it is a function that overwrites one of its operands.
     """
 
     index: int
@@ -106,6 +107,7 @@ class Call:
     stored: bool = False
     returned: tuple[int, ...] | None = None
     idle: bool = False
+    writes: bool = False
 
     @property
     def ndim(self) -> int | None:
@@ -144,6 +146,24 @@ class Flow:
             if call.module is not None:
                 calls_by_id.setdefault(id(call.module), []).append(call)
         return calls_by_id
+
+    @cached_property
+    def live(self) -> frozenset[int]:
+        """Indices of the calls that a result of the model depends on, in a recorded flow.
+
+        What overwrites a tensor or gives none, as what Python asks a number of, counts as one.
+        """
+        waiting = [
+            *self.outputs,
+            *(call.index for call in self.calls if call.writes or call.shape is None),
+        ]
+        live: set[int] = set()
+        while waiting:
+            index = waiting.pop()
+            if index not in live:
+                live.add(index)
+                waiting += self.calls[index].inputs
+        return frozenset(live)
 
     def consumers(self, call: Call) -> list[Call]:
         """Return the calls that read the result of ``call``, twice if they read it twice."""
@@ -426,6 +446,7 @@ class _Recorder(TorchFunctionMode):
             arguments=tuple(value for value in args if not isinstance(value, Tensor)),
             functional=module is not None,
             options={k: v for k, v in kwargs.items() if not isinstance(v, Tensor)},
+            writes=writes,
             returned=source if has_form_of(out, returned) else None,
         )
         if not self._learned.isdisjoint(read):

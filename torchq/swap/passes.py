@@ -272,6 +272,23 @@ def drop_unreached(plan: Plan, facts: Facts) -> Plan:
     return plan.in_float(reasons, "run on the example")
 
 
+def leave_out_unread(plan: Plan, facts: Facts) -> Plan:
+    """Leave out the work of modules on which no result of the model depends.
+
+    Before: the work is that of all modules. After: it is that of a file, which has no such module:
+    the last residual of a WaveNet, or a head whose result the forward drops.
+    """
+    flow, work = facts.flow, plan.work
+    if flow is None or work is None or not work.measured or not flow.outputs:
+        return plan
+    modules = [call for call in flow.calls if call.module is not None]
+    called = {call.name for call in modules}
+    unread = called - {call.name for call in modules if call.index in flow.live}
+    amounts = {name: n for name, n in work.amounts.items() if name not in unread}
+    classes = {name: text for name, text in work.classes.items() if name in amounts}
+    return replace(plan, work=replace(work, amounts=amounts, classes=classes))
+
+
 def slot_of_range(slot: str, position: int) -> str:
     """Return the path of the quantizer of the tensor at a position of a concatenation."""
     return (
@@ -965,6 +982,8 @@ class _Results:
         kernels = self._kernels.get(decision.name, [])
         if decision.output is not None:
             return False
+        if not kernels and not decision.name:
+            return True  # The model is one layer, and returns its result.
         return any(not self._behind(kernel.result, False) for kernel in kernels)
 
     def from_zero(self, decision: Decision) -> tuple[str, ...]:
@@ -1157,6 +1176,7 @@ def results_behind_norms(plan: Plan, facts: Facts) -> Plan:
 BEFORE_TARGET: tuple[PlanPass, ...] = (
     switches,
     drop_unreached,
+    leave_out_unread,
     heads_in_float,
     last_layers_in_float,
     last_layers_in_16_bits,
