@@ -143,6 +143,33 @@ def test_models_in_another_state_are_refused(name: str) -> None:
         function(model, [GOOD])
 
 
+def gated() -> Any:
+    """Return a network for ONNX Runtime whose SiLU has a gate from 0 to 1, not calibrated."""
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(3, 4, 1), nn.SiLU(), nn.Conv2d(4, 4, 1), nn.ReLU())
+    model = nn.Sequential(*layers, nn.Conv2d(4, 4, 1)).eval()
+    images = torch.rand(2, 3, 4, 4)
+    torchq.quantize_(model, target="onnxruntime", example=images, progress=False)
+    return model, images
+
+
+def test_a_range_that_calibration_does_not_choose_is_no_calibration() -> None:
+    model, images = gated()
+    assert model[1].gate_quantizer.calibrated
+    pairs = equalize_(model, images).pairs
+    assert [(pair.first, pair.second) for pair in pairs] == [("2", "4")]
+
+
+def test_a_range_that_a_layer_was_given_is_one_that_would_be_wrong() -> None:
+    model = net()
+    given = torchq.Rule("2", input=torchq.QuantDescriptor(amax=3.0))
+    config = torchq.recipes.int8().with_rules(given)
+    torchq.quantize_(model, config, example=GOOD, progress=False)
+    message = r"equalize_: got a calibrated model \(2.input_quantizer"
+    with unchanged(model), pytest.raises(ConfigError, match=message):
+        equalize_(model, GOOD)
+
+
 def test_outputs_that_overflow_are_no_equalization() -> None:
     model = net()
     message = "equalize_: the float output changed by nan"

@@ -180,9 +180,22 @@ def check_calibrated(where: str, model: nn.Module) -> None:
 
 
 def check_not_calibrated(where: str, model: nn.Module) -> None:
-    """Raise an error for a calibrated model."""
+    """Raise an error for a calibrated model.
+
+    Ranges that are no matter of calibration do not count where no layer reads them, as 0 to 1
+    behind a sigmoid: factors of channels do not pass there.
+    """
+    of_layers = {
+        id(part)
+        for module in model.modules()
+        if isinstance(module, LAYERS)
+        for part in module.children()
+    }
     calibrated = [
-        name for name, quantizer in quantizers(model).items() if quantizer.calibrated
+        name
+        for name, quantizer in quantizers(model).items()
+        if quantizer.calibrated
+        and (quantizer.descriptor.amax is None or id(quantizer) in of_layers)
     ]
     if calibrated:
         raise ConfigError(
