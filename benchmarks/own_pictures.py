@@ -85,12 +85,19 @@ def rounded(model: nn.Module, batches: list[Tensor]) -> None:
     torchq.ptq.gptq_(model, batches, progress=False)
 
 
+def evened_and_rounded(model: nn.Module, batches: list[Tensor]) -> None:
+    """Do both: channels of one size, and weights rounded by their layers' outputs."""
+    torchq.ptq.equalize_depthwise_(model, batches, progress=False)
+    rounded(model, batches)
+
+
 #: What runs after quantize_.
 METHODS: dict[str, Callable[[nn.Module, list[Tensor]], None]] = {
     "untouched": calibrated,
     "whole ranges": whole_ranges,
     "equalize_depthwise_": evened,
     "gptq_": rounded,
+    "equalize_depthwise_, gptq_": evened_and_rounded,
 }
 #: Types that the float network computes in, in place of quantization.
 TYPES = {"bfloat16": torch.bfloat16}
@@ -107,6 +114,7 @@ SETTINGS = [
     ("w4a8", "none", "gptq_"),
     ("w4a8, mse inputs", "none", "untouched"),
     ("w4a8, mse inputs", "none", "gptq_"),
+    ("w4a8, mse inputs", "none", "equalize_depthwise_, gptq_"),
 ]
 
 
