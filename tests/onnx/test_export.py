@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import types
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -496,6 +499,47 @@ def test_an_input_that_is_an_output_keeps_its_name(path: Path, dynamo: bool) -> 
     assert [value.name for value in graph.input] == ["x"]
     assert len({value.name for value in (*graph.input, *graph.output)}) == 3
     assert torchq.verify_onnx(model, path, [torch.randn(3, 6)]).ok
+
+
+@dataclasses.dataclass
+class Prediction:
+    """What a model may return that its user wrote: no exporter knows the class."""
+
+    logits: Tensor
+    hidden: Tensor
+    source: object = None
+
+
+class InClass(nn.Module):
+    """A model that returns its results in an object of a class."""
+
+    def __init__(self, kind: Callable[..., object]) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.last = nn.Linear(16, 4)
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> object:
+        hidden = self.first(x).relu()
+        return self.kind(logits=self.last(hidden), hidden=hidden)
+
+
+@pytest.mark.parametrize("dynamo", [False, True])
+def test_results_in_a_dataclass_are_outputs_of_its_names(
+    dynamo: bool, tmp_path: Path
+) -> None:
+    model = InClass(Prediction).eval()
+    x = torch.randn(3, 8)
+    torchq.quantize_(model, torchq.recipes.int8(reduce_range=True), example=x)
+    torchq.calibrate(model, [x], progress=False)
+    path = tmp_path / "net.onnx"
+    torchq.export_onnx(model, x, path, dynamo=dynamo, progress=False)
+    assert [o.name for o in onnx.load(str(path)).graph.output] == ["logits", "hidden"]
+    assert torchq.verify_onnx(model, path, [x], progress=False).ok
+    assert isinstance(model(x), Prediction)
+    unknown = ready(InClass(types.SimpleNamespace), x)
+    with pytest.raises(ExportError, match=r"no tensor.*dataclasses.*SimpleNamespace"):
+        torchq.export_onnx(unknown, x, path, dynamo=dynamo, progress=False)
 
 
 @pytest.mark.parametrize("dynamo", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import warnings
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torchq.errors import ConfigError, ExportError
 from torchq.fusion.record import fusion_record
 from torchq.fusion.unfolded import keeps_norm
+from torchq.graph import tensors_in
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.nn.correction import folded_corrections
 from torchq.nn.integer_bias import rounded_biases
@@ -531,7 +533,7 @@ def _known_outputs(model: nn.Module) -> Iterator[list[str]]:
     """Leave out of the outputs what is no tensor, number or text, warn of it, and note their names.
 
     The exporters refuse objects of unknown classes, such as the cache of keys and values that
-    language models of Hugging Face return beside their logits.
+    language models of Hugging Face return beside their logits. Dataclasses become dictionaries.
     """
     dropped: set[str] = set()
     names: list[str] = []
@@ -551,11 +553,23 @@ def _known_outputs(model: nn.Module) -> Iterator[list[str]]:
                 if type(value) in (tuple, list)
                 else type(value)(*elements)
             )
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            # The exporters know those alone that are registered.
+            return {
+                field.name: known(getattr(value, field.name))
+                for field in dataclasses.fields(value)
+            }
         dropped.add(qualified_name(type(value)))
         return None
 
     def noted(module: nn.Module, args: object, out: object) -> Any:
         result = known(out)
+        if not any(True for _ in tensors_in(result)):
+            raise ExportError(
+                f"export_onnx: {type(module).__name__} returns no tensor; expected one at least, "
+                f"also in tuples, lists, mappings and dataclasses, and got a {type(out).__name__}. "
+                "Export a module whose forward returns its tensors"
+            )
         names[:] = output_names_in(result)
         return result
 
