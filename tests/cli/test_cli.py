@@ -38,6 +38,46 @@ def test_a_plan_is_printed_and_nothing_changes(folder: Path, printed: Printed) -
     assert left == []
 
 
+#: A network whose additions no code shows: how many there are depends on the data.
+LOOPING = """
+import torch
+from torch import nn
+
+class Looping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3, padding=1)
+        self.last = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x):
+        x = self.first(x)
+        if x.sum() > -1e9:
+            x = x + self.last(x)
+        return x
+
+def build():
+    return Looping()
+
+def loader():
+    return [torch.rand(2, 3, 8, 8)]
+"""
+
+
+def test_a_plan_with_data_is_that_of_quantize(folder: Path, printed: Printed) -> None:
+    (folder / "looping_net.py").write_text(LOOPING)
+    options = ["--model", "looping_net:build", "--target", "onnxruntime"]
+    hint = "With --data a run shows"
+    assert hint in printed("plan", *options)
+    data = ["--data", "looping_net:loader"]
+    planned = printed("plan", *options, *data, "--rows")
+    assert hint not in planned
+    assert "SKIPPED" not in planned
+    done = printed("quantize", *options, *data, "--no-report", "--rows")
+    rows = [row.rstrip() for row in planned.splitlines() if "quant_add" in row]
+    assert rows
+    assert set(rows) <= {row.rstrip() for row in done.splitlines()}
+
+
 def test_quantize_saves_a_model_that_loads(folder: Path, printed: Printed) -> None:
     options = [
         "--num-batches",

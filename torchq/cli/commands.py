@@ -28,6 +28,7 @@ from torchq.cli.loading import (
 from torchq.cli.prepare import (
     Prepared,
     example_of,
+    fixed_batch,
     named_config,
     named_ranges,
     prepare,
@@ -39,6 +40,7 @@ from torchq.cli.prepare import (
     selection,
 )
 from torchq.errors import ConfigError, ExportError, TorchqError
+from torchq.graph import move_to
 from torchq.runtime import Writer, reference_runtime, runtime_of
 from torchq.runtimes import Engine
 from torchq.runtimes.beside_float import speed_line
@@ -367,14 +369,20 @@ def run_plan(args: argparse.Namespace) -> int:
     model = read_model(args)
     if not args.budget:
         plan = torchq.plan(
-            model, named_config(args.recipe), target=args.target, **selection(args)
+            model,
+            named_config(args.recipe),
+            target=args.target,
+            example=_example_for_plan(model, args),
+            **selection(args),
         )
         fields = ("name", "input", "weight", "reason")
         rows = [
             {k: None if (v := getattr(d, k)) is None else str(v) for k in fields}
             for d in plan.decisions
         ]
-        shown = plan.table() if args.rows else plan
+        shown = plan.table() if args.rows else str(plan)
+        if args.data is None and any("example=" in d.reason for d in plan.decisions):
+            shown += "\nWith --data a run shows what the code does not, as for torchq quantize"
         _show(args, shown, lambda: {"decisions": rows, "config": plan.recipe})
         return 0
     batches, _ = read_batches(model, args)
@@ -392,6 +400,18 @@ def run_plan(args: argparse.Namespace) -> int:
             path.write_text(config.to_json(), encoding="utf-8")
     _show(args, config, config.summary)
     return 0
+
+
+def _example_for_plan(model: nn.Module, args: argparse.Namespace) -> Any:
+    """Return an example where there are data, and fold the model, as ``torchq quantize`` does."""
+    if args.data is None:
+        return None
+    batches, _ = read_batches(model, args)
+    example = example_of(model, batches[0], fixed_batch(model, args) or 1)
+    example = move_to(example, torch.device(args.device))
+    if args.fuse:
+        torchq.fuse_(model, example)
+    return None if args.target is None else example
 
 
 def run_forecast(args: argparse.Namespace) -> int:
