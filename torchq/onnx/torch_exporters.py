@@ -8,7 +8,7 @@ import math
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from torchq.nn import TensorQuantizer
 from torchq.onnx.interface import ExampleCall, argument_names
 from torchq.onnx.ir import Graph, Model, Node, Value, onnx_ir, set_opset
 from torchq.onnx.marks import Marks
+from torchq.onnx.plain_recurrent import translations
 from torchq.utils.optional import import_optional
 
 _NEUTRAL = {"Add": 0.0, "Sub": 0.0, "Mul": 1.0, "Div": 1.0}
@@ -132,7 +133,11 @@ def run_dynamo(call: ExampleCall, opset: int, marks: Marks) -> Model:
     torch.compiler.allow_in_graph(mark)
     try:
         # The exporter warns about itself.
-        with warnings.catch_warnings(), _without_log_of("torch.onnx"):
+        with (
+            warnings.catch_warnings(),
+            _without_log_of("torch.onnx"),
+            _dense_states(call.model),
+        ):
             warnings.simplefilter("ignore")
             program = torch.onnx.export(
                 call.model,
@@ -145,6 +150,7 @@ def run_dynamo(call: ExampleCall, opset: int, marks: Marks) -> Model:
                 dynamo=True,
                 verbose=False,
                 optimize=False,
+                custom_translation_table=translations(),
             )
             assert program is not None  # None comes back from dynamo=False alone.
             _check_lengths(program.exported_program)
@@ -157,6 +163,37 @@ def run_dynamo(call: ExampleCall, opset: int, marks: Marks) -> Model:
         ) from error
     _keep_input_names(program.model, call.input_names)
     return program.model
+
+
+@contextmanager
+def _dense_states(model: nn.Module) -> Iterator[None]:
+    """Give recurrent layers their first states without gaps between the numbers, for a while.
+
+    torch.export makes a loop over the steps, and refuses one whose states come in with other
+    strides than they go out.
+    """
+    layers = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(
+                layer.register_forward_pre_hook(_with_dense_states, with_kwargs=True)
+            )
+        yield
+
+
+def _with_dense_states(
+    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if "hx" in kwargs:
+        return args, {**kwargs, "hx": _dense(kwargs["hx"])}
+    return (*args[:1], *map(_dense, args[1:])), kwargs
+
+
+def _dense(states: Any) -> Any:
+    """Return the hidden states of a layer, one tensor or a pair, without gaps; None as it is."""
+    if isinstance(states, tuple):
+        return tuple(map(_dense, states))
+    return states.contiguous() if isinstance(states, Tensor) else states
 
 
 def _keep_input_names(model: Model, names: list[str]) -> None:
