@@ -369,3 +369,40 @@ def test_open_lengths_count_as_in_the_example(dynamo: bool, tmp_path: Path) -> N
     assert written.coverage.share == pytest.approx(share.quantized, abs=1e-6)
     shorter = {name: tensor[:2, :9] for name, tensor in example.items()}
     assert torchq.verify_onnx(model, path, [example, shorter], progress=False).ok
+
+
+class BesideImage(nn.Module):
+    """What a ReLU gives is joined with the image, which no operator shows to be nonnegative."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 3, padding=1)
+        self.second = nn.Conv2d(16, 16, 3, padding=1)
+        self.joined = nn.Conv2d(19, 16, 3, padding=1)
+        self.head = nn.Conv2d(16, 4, 1)
+        with torch.no_grad():
+            self.second.weight.mul_(factor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.second(self.first(x).relu()).relu()
+        return self.head(self.joined(torch.cat([features, x], 1)).relu()).mean((2, 3))
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.5], ids=["two ranges", "equal ranges"])
+def test_a_layer_whose_result_is_joined_with_the_image(
+    factor: float, tmp_path: Path
+) -> None:
+    """The zero point of the image is 0 by its numbers, which planning does not know."""
+    torch.manual_seed(0)
+    x = torch.rand(4, 3, 64, 64)
+    model = BesideImage(factor).eval()
+    torchq.quantize_(model, target="onnxruntime", example=x, progress=False)
+    torchq.calibrate(model, [x], progress=False)
+    path = tmp_path / "net.onnx"
+    report = torchq.export_onnx(model, x, path, dynamo=False, progress=False)
+    share = plan_of(model).share
+    assert share is not None
+    assert share.quantized == report.coverage.share == 1.0
+    verified = torchq.verify_onnx(model, path, [x], progress=False)
+    assert verified.ok, verified
+    assert sum(layer.differ for layer in verified.layers) == 0

@@ -93,6 +93,8 @@ class Call:
         idle: it is a module that gave its input back in the run, and computed nothing, as those do
             that drop branches in training.
         writes: it is a function that overwrites one of its operands.
+        operands: of a recorded call, one number for each tensor that it reads, as in ``inputs``; -1
+            of those that no call has computed, such as inputs of the model and parameters.
     """
 
     index: int
@@ -108,6 +110,7 @@ class Call:
     returned: tuple[int, ...] | None = None
     idle: bool = False
     writes: bool = False
+    operands: tuple[int, ...] = ()
 
     @property
     def ndim(self) -> int | None:
@@ -288,7 +291,7 @@ class _Recorder(TorchFunctionMode):
         self.depth = 0
         # The modules that are running, none of them a leaf.
         self.entered: list[str] = []
-        self.pending: list[tuple[tuple[int, ...], bool]] = []
+        self.pending: list[tuple[tuple[int, ...], bool]] = []  # operands, and stored
         self._computed_inside = False
         self._producer: dict[int, int] = {}
         attributes = [
@@ -308,6 +311,10 @@ class _Recorder(TorchFunctionMode):
             self._producer[id(t)] for t in tensors_in(values) if id(t) in self._producer
         )
 
+    def operands(self, *values: object) -> tuple[int, ...]:
+        """Return the call that computed each tensor, -1 for none."""
+        return tuple(self._producer.get(id(t), -1) for t in tensors_in(values))
+
     def flow(self, out: object) -> Flow:
         """Return the calls of a run that returned ``out``."""
         outputs = frozenset(self.sources(out))
@@ -317,7 +324,7 @@ class _Recorder(TorchFunctionMode):
         if self.depth == 0:
             read = {id(tensor) for tensor in tensors_in((args, kwargs))}
             is_stored = bool(read) and self._stored.issuperset(read)
-            self.pending.append((self.sources(args, kwargs), is_stored))
+            self.pending.append((self.operands(args, kwargs), is_stored))
             self.note_parameters(module, args, kwargs)
             self._computed_inside = False
         self.depth += 1
@@ -330,7 +337,7 @@ class _Recorder(TorchFunctionMode):
         self.depth -= 1
         if self.depth == 0:
             name = self.names[id(module)]
-            inputs, is_stored = self.pending.pop()
+            operands, is_stored = self.pending.pop()
             is_idle = not self._computed_inside and any(
                 out is tensor for tensor in tensors_in((args, kwargs))
             )
@@ -338,7 +345,7 @@ class _Recorder(TorchFunctionMode):
                 out,
                 name=name,
                 module=module,
-                inputs=inputs,
+                operands=operands,
                 stored=is_stored,
                 idle=is_idle,
             )
@@ -370,13 +377,23 @@ class _Recorder(TorchFunctionMode):
             if id(module) not in holders:
                 self.read |= holders
 
-    def note(self, out: object, **fields: Any) -> None:
-        """Note a call with these fields of :class:`Call`."""
+    def note(self, out: object, operands: tuple[int, ...], **fields: Any) -> None:
+        """Note a call with these operands, and other fields of :class:`Call`."""
+        inputs = tuple(index for index in operands if index >= 0)
         results = list(tensors_in(out))
         index = len(self.calls)
         shape = tuple(results[0].shape) if results else None
         inside = self.entered[-1] if self.entered else ""
-        self.calls.append(Call(index, shape=shape, inside=inside, **fields))
+        self.calls.append(
+            Call(
+                index,
+                inputs=inputs,
+                operands=operands,
+                shape=shape,
+                inside=inside,
+                **fields,
+            )
+        )
         self._producer |= {id(tensor): index for tensor in results}
         if fields.get("stored"):
             self._stored.update(map(id, results))
@@ -419,7 +436,7 @@ class _Recorder(TorchFunctionMode):
             self._computed_inside |= not reads_metadata
             return self._run(func, args, kwargs)
         values = read_arguments(function_name(func), args, kwargs)
-        inputs = self.sources(values)
+        operands = self.operands(values)
         read = {id(tensor) for tensor in tensors_in(values)}
         returned = returned_operand(func, args, kwargs, self._is_fixed)
         source = None if returned is None else self.sources(returned)
@@ -441,7 +458,7 @@ class _Recorder(TorchFunctionMode):
             out,
             name=name,
             module=module,
-            inputs=inputs,
+            operands=operands,
             stored=self._stored.issuperset(read) and not _is_random(name),
             arguments=tuple(value for value in args if not isinstance(value, Tensor)),
             functional=module is not None,

@@ -127,12 +127,13 @@ def without_norms(flow: Flow, norms: Mapping[int, str]) -> Flow:
     calls = []
     for call in flow.calls:
         inputs = tuple(sources.get(index, index) for index in call.inputs)
+        operands = tuple(sources.get(index, index) for index in call.operands)
         is_inside = (
             call.module is None and call.name == "batch_norm" and call.inside in paths
         )
         if inputs and (id(call.module) in norms or is_inside):
             sources[call.index] = inputs[0]
             inputs = ()
-        calls.append(replace(call, inputs=inputs))
+        calls.append(replace(call, inputs=inputs, operands=operands))
     outputs = frozenset(sources.get(index, index) for index in flow.outputs)
     return replace(flow, calls=tuple(calls), outputs=outputs)

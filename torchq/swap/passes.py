@@ -149,6 +149,9 @@ def _as_files_have_it(plan: Plan, flow: Flow) -> Flow:
         inputs = tuple(
             source for i in call.inputs for source in sources_of.get(i, (i,))
         )
+        operands = tuple(
+            source for i in call.operands for source in sources_of.get(i, (i,)) or (-1,)
+        )
         kind = in_float.get(call.name, "") if call.module is not None else ""
         if call.returned is not None:
             sources_of[call.index] = tuple(
@@ -160,7 +163,7 @@ def _as_files_have_it(plan: Plan, flow: Flow) -> Flow:
             inputs = ()
         elif kind:
             call = replace(call, name=_FUNCTIONS[kind], module=None)
-        calls.append(replace(call, inputs=inputs))
+        calls.append(replace(call, inputs=inputs, operands=operands))
     outputs = frozenset(
         source for i in flow.outputs for source in sources_of.get(i, (i,))
     )
@@ -508,8 +511,8 @@ def _slots_behind_clips(
     for reader in view.flow.consumers(call):
         if view.quantizes(reader):
             slots = [slot for slot in facts.inputs[reader.name] if slot is not None]
-            if len(slots) == len(reader.inputs):
-                pairs = zip(slots, reader.inputs, strict=True)
+            if len(slots) == len(reader.operands):
+                pairs = zip(slots, reader.operands, strict=True)
                 slots = [slot for slot, index in pairs if index == call.index]
             for slot in slots:
                 is_alone = slot in facts.held and facts.held[slot] is None
@@ -1092,18 +1095,18 @@ class _Results:
         decision = self._plan.decision(path)
         if decision is not None and decision.ranges > 1:
             slots = [slot_of_range(slots[0], i) for i in range(decision.ranges)]
-        inputs = reader.inputs
+        operands = reader.operands
         if isinstance(reader.module, nn.MultiheadAttention):
             # The last of these slots reads what the module computes; masks have none.
             slots = slots[:3]
-            inputs = inputs[:3]
+            operands = operands[:3]
         if isinstance(reader.module, nn.RNNBase):
             # The other slots read states, which the module computes.
             slots = slots[:1]
-            inputs = inputs[:1]
-        if len(slots) != len(inputs):
+            operands = operands[:1]
+        if len(slots) != len(operands):
             return slots
-        return [s for s, i in zip(slots, inputs, strict=True) if i == call.index]
+        return [s for s, i in zip(slots, operands, strict=True) if i == call.index]
 
     def _has_bytes(self, slot: str, activated: bool) -> bool:
         """Return True for a slot of 8 bits that includes an activation in front of it."""

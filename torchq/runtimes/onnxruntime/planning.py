@@ -78,9 +78,9 @@ def separate_ranges(plan: Plan, facts: Facts) -> Plan:
     float, with the convolution before it.
 
     Before: the tensors of each quantized concatenation have one range. After: they have one each
-    where, on the example, only some of them have negative values, or where the ratio of their
-    ranges is above 1.5 and another quantizer reads one of them, or a function or
-    module reads the result in float.
+    where, on the example, only some of them have negative values, or operators show of some alone
+    that they cannot have any, or where the ratio of their ranges is above 1.5 and another quantizer
+    reads one of them, or a function or module reads the result in float.
     """
     if facts.flow is None:
         return plan
@@ -138,8 +138,13 @@ def _leads_to_float(view: View, call: Call) -> bool:
 
 
 def _is_mixed(call: list[Value]) -> bool:
-    """Return True if only some tensors of a call have negative values."""
-    return len({value.is_signed for value in call}) > 1
+    """Return True if only some tensors of a call have negative values, or only some cannot have.
+
+    The end of a range that holds both would be known after calibration alone.
+    """
+    are_negative = {value.is_signed for value in call}
+    are_known = {value.is_nonnegative for value in call}
+    return len(are_negative) > 1 or len(are_known) > 1
 
 
 def _differ(call: list[Value]) -> bool:
