@@ -36,6 +36,7 @@ from torchq.workflow.linear_factors import (
     take_back_factors_,
 )
 from torchq.workflow.modes import quantizers, weight_quantizers
+from torchq.workflow.nearly_equal_ranges import Concatenations, make_equal_
 from torchq.workflow.output_search import OutputSamples, set_range_by_output
 from torchq.workflow.runs import Fingerprint, Outputs, Runs
 
@@ -242,6 +243,7 @@ def calibrate(
                 todo, kept_paths = _pending(model, force)
             activations = _of_activations(model, todo)
             samples = None if batches is None else _samples(model, todo)
+            joined = Concatenations(model, activations)
             inputs = LinearInputs({})
             ends = SampleEnds({}, method)
             if floats is not None:
@@ -254,10 +256,16 @@ def calibrate(
             ):
                 if batches is not None and (activations or group or samples):
                     observing = _observing(model, activations, method, options)
-                    with observing, inputs.recording(), ends.recording():
+                    with (
+                        observing,
+                        inputs.recording(),
+                        ends.recording(),
+                        joined.recording(),
+                    ):
                         reading = (runs, num_batches, progress, floats)
                         count, unseen = _observed(reading, activations, samples, group)
                     _treat_unseen({n: activations[n] for n in unseen}, on_unseen, count)
+            make_equal_(joined, activations, group)
             # Weights come last: weight_norm and its like compute the weight in a forward pass.
             calibrate_weights(model, only=pending, samples=samples, group=group)
             if floats is not None:
@@ -266,6 +274,8 @@ def calibrate(
                 chosen = choose_operators_(runs, few, group)
                 factors = choose_factors_(runs, inputs, few, group)
                 averages = choose_ranges_(runs, ends, few, group)
+                if averages.averaged:
+                    make_equal_(joined, activations, group)
             done = _corrected(runs, count // 3, floats, group) if todo else None
     if corrects and done is None:
         warnings.warn(f"calibrate: {_READ_ONCE}", stacklevel=2)
