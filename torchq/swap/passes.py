@@ -341,12 +341,9 @@ def share_ranges(plan: Plan, facts: Facts) -> Plan:
             form = _descriptor(plan, facts, slot)
             if form is not None and form.granularity == PerTensor():
                 # A target changes the form of planned quantizers, not of those in the code.
-                owner, _, name = slot.rpartition(".")
-                about = plan.decision(owner)
-                is_in_code = about is not None and about.reason == ALREADY
-                is_planned = owner in facts.inputs and name.endswith("_quantizer")
-                is_planned = is_planned and not is_in_code
-                is_fixed = facts.codes is not None and not is_planned
+                is_fixed = facts.codes is not None and not _is_planned(
+                    plan, facts, slot
+                )
                 kinds.setdefault((form, plan.modes.get(slot), is_fixed), []).append(
                     slot
                 )
@@ -426,6 +423,16 @@ def _descriptor(plan: Plan, facts: Facts, slot: str) -> QuantDescriptor | None:
         if is_weight
         else descriptor.replace(num_bits=decision.input.num_bits)
     )
+
+
+def _is_planned(plan: Plan, facts: Facts, slot: str) -> bool:
+    """Return True for the quantizer of a decision, False for one in the code of the model."""
+    owner, _, name = slot.rpartition(".")
+    decision = plan.decision(owner)
+    if decision is None or decision.reason == ALREADY:
+        return False
+    is_of_range = decision.ranges > 1 and name.startswith("input")
+    return slot in facts.inputs[owner] or name == "output_quantizer" or is_of_range
 
 
 def _joined(groups: list[list[str]]) -> list[list[str]]:
