@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import torchq
-from tests.models import SamePadConv2d
+from tests.models import ConvNet, SamePadConv2d, image_batches
 from torchq import QuantConfig, QuantDescriptor, Rule
 from torchq.errors import ConfigError
 from torchq.swap.decisions import NOT_CALLED
@@ -341,3 +341,24 @@ def test_a_plan_without_a_target_says_what_one_would_change() -> None:
     )
     assert str(torchq.plan(model)).splitlines()[-2].startswith("no target: portable")
     assert "portable" not in str(torchq.plan(model, target="onnxruntime"))
+
+
+def test_targets_may_add_operators_and_choose_codes_as_the_report_says() -> None:
+    line = str(torchq.plan(ConvNet())).splitlines()[-2]
+    assert line.endswith(
+        "one may add operators and choose codes: torchq.plan(model, target=...)"
+    )
+    example = image_batches()[0]
+    portable = torchq.plan(ConvNet().eval(), example=example)
+    forms = {d.name: d.input for d in portable.replaced if d.weight is not None}
+    adding = set()
+    choosing = set()
+    for target in torchq.targets():
+        named = torchq.plan(ConvNet().eval(), target=target, example=example)
+        if any(named.operator_rows()):
+            adding.add(target)
+        if any(named.decision(name).input != form for name, form in forms.items()):
+            choosing.add(target)
+    # Each does happen, and neither happens on all targets: so "may".
+    assert set() < adding < set(torchq.targets())
+    assert adding < choosing < set(torchq.targets())

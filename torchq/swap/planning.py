@@ -129,7 +129,7 @@ def quantize_(
         >>> print(torchq.quantize_(model))
         module  type    what                                                   by
         0       Conv2d  input int8 per-tensor max, weight int8 axis=0 max      type:...
-        no target: portable; one adds operators between layers and chooses codes (torchq.targets())
+        no target: portable; one may add operators and choose codes: torchq.plan(model, target=...)
         1 quantized, 0 skipped, recipe int8; 100.0% of the weights of layers quantized
         >>> type(model[0]).__name__
         'QuantConv2d'
