@@ -30,7 +30,10 @@ FLOAT_INPUT = "its input stays float"
 #: The reasons that are the user's own choice.
 _CHOSEN = frozenset(["excluded", "not in include", "the rule has no descriptor for it"])
 #: What a plan for no target says of itself.
-_PORTABLE = "no target: portable; one may add operators and choose codes: torchq.plan(model, target=...)"
+_PORTABLE = (
+    "no target: portable; one may add operators and choose codes: "
+    "torchq.plan(model, target=...)"
+)
 #: What reports say of an operator about which calibration has not decided yet.
 OPTIONAL = "optional until calibrated"
 #: Why a module that has quantizers does not get more.
