@@ -439,3 +439,45 @@ def test_several_matrices_in_one_weight_have_one_scale(
     torchq.export_onnx(net, x, path, dynamo=False, dynamic_batch=False)
     assert torchq.verify_onnx(net, path, [x]).ok
     assert torchq.inspect_onnx(path).integer
+
+
+class LastStep(nn.Module):
+    """A recurrent layer, of which a linear layer reads every step."""
+
+    def __init__(self, kind: Any, bidirectional: bool) -> None:
+        super().__init__()
+        options = {"batch_first": True, "bidirectional": bidirectional}
+        self.recurrent = kind(8, 12, **options)
+        self.last = nn.Linear(24 if bidirectional else 12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.recurrent(x)[0])
+
+
+@pytest.mark.filterwarnings("ignore:export_onnx.*the hidden state is quantized")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("dynamo", EXPORTERS)
+@pytest.mark.parametrize(("kind", "both"), [(nn.LSTM, True), (nn.GRU, False)])
+def test_the_input_of_recurrent_layers_is_multiplied_in_integers(
+    kind: Any, both: bool, dynamo: bool, tmp_path: Path
+) -> None:
+    """Layers quantize it as a whole, and multiply all of its steps as one matrix."""
+    torch.manual_seed(0)
+    model = LastStep(kind, both).eval()
+    x = torch.randn(2, 3, 8)
+    # Such weights overflow on no CPU.
+    config = torchq.recipes.int8(recurrent=True, reduce_range=True)
+    options = {"target": "onnxruntime", "example": x, "progress": False}
+    torchq.quantize_(model, config, **options)
+    torchq.calibrate(model, [x], progress=False)
+    path = tmp_path / "net.onnx"
+    torchq.export_onnx(model, x, path, dynamo=dynamo, progress=False)
+    inspected = torchq.inspect_onnx(path)
+    in_float = {node.kind: node.reason for node in inspected.fallbacks}
+    assert in_float.keys().isdisjoint(["Gemm", "MatMul"])
+    steps = "in the steps of a recurrent layer the products alone are quantized"
+    assert in_float["Sigmoid"] == in_float["Mul"] == steps
+    assert "put a quantizer there" not in str(inspected)
+    batches = [x, torch.randn(5, 3, 8)]
+    report = torchq.verify_onnx(model, path, batches, progress=False)
+    assert report.ok, report

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections import Counter
 from dataclasses import dataclass
@@ -59,6 +60,11 @@ _NO_KERNEL = names(
     "BatchNormalization ReduceMean Pad LSTM GRU PRelu Pow Sqrt Attention MultiHeadAttention"
 )
 _FUSED = {"FusedConv": "Conv", "FusedGemm": "Gemm", "FusedMatMul": "MatMul"}
+#: What recurrent layers compute between the products of a step, and how they take it apart.
+_BETWEEN = names("Add Mul Sub Sigmoid Tanh Relu")
+_SPLITS = names("Split Slice Squeeze Unsqueeze")
+_OF_HIDDEN_STATE = re.compile(r"(^|\.)(hidden|projected)_\w*quantizer/scale$")
+_IN_STEP = "in the steps of a recurrent layer the products alone are quantized"
 #: The index of the input with the weight, by integer operator.
 _WEIGHTS = {"QLinearConv": 3, "QGemm": 3, "QLinearMatMul": 3, "MatMulIntegerToFloat": 1}
 #: QGemm returns codes if it has the parameters of its output, inputs 7 and 8.
@@ -269,16 +275,31 @@ def _is_wide(weight: Value) -> bool:
 def _placements(model: Model, place: str) -> list[NodePlacement]:
     placements = []
     codes, shapes = _values_of_codes(model), _values_of_shapes(model)
+    steps = _values_of_steps(model)
     for node in model.graph:
         kind = _FUSED.get(node.op_type, node.op_type)
         moves_codes = kind in _MOVES and node.inputs[0] in codes
         if kind.startswith("QLinear") or kind in _INTEGER or moves_codes:
             placements.append(NodePlacement(_name(node), kind, True))
         elif kind in _NO_KERNEL | _HAS_KERNEL and _matters(node, kind, shapes):
-            placements.append(
-                NodePlacement(_name(node), kind, False, _reason(node, kind, place))
-            )
+            in_step = kind in _BETWEEN and not steps.isdisjoint(node.inputs)
+            reason = _IN_STEP if in_step else _reason(node, kind, place)
+            placements.append(NodePlacement(_name(node), kind, False, reason))
     return placements
+
+
+def _values_of_steps(model: Model) -> set[Value]:
+    """Return what recurrent layers compute between the products of their steps."""
+    found: set[Value] = set()
+    for node in model.graph:
+        names_of_inputs = [v.name or "" for v in node.inputs if v is not None]
+        is_product = not node.op_type.endswith("QuantizeLinear") and any(
+            _OF_HIDDEN_STATE.search(name) for name in names_of_inputs
+        )
+        is_between = node.op_type in _BETWEEN | _SPLITS
+        if is_product or (is_between and not found.isdisjoint(node.inputs)):
+            found.update(node.outputs)
+    return found
 
 
 def _values_of_codes(model: Model) -> set[Value]:

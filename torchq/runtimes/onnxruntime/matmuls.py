@@ -11,6 +11,7 @@ from torchq.onnx.ir import (
     computed_by,
     input_at,
     nodes_of,
+    readers,
     remove_unused,
     replace_value,
 )
@@ -20,7 +21,9 @@ from torchq.onnx.passes.matmuls import (
     transpose_stored,
     with_leading_ones,
 )
-from torchq.onnx.qdq import leads_only_to_quantizers
+from torchq.onnx.passes.pairs import insert_pair
+from torchq.onnx.qdq import leads_only_to_quantizers, stored_weight
+from torchq.runtimes.onnxruntime.pairs import MOVES
 
 
 def split_gemms(model: Model) -> None:
@@ -49,6 +52,36 @@ def split_gemms(model: Model) -> None:
     for add, index, ndim in list(adds_behind_matmuls(model, two_dimensional=True)):
         if not leads_only_to_quantizers(add.outputs[0], "Relu", "Clip"):
             _add_in_three_dimensions(add, index, ndim)
+
+
+def quantize_moved_rows(model: Model) -> None:
+    """Quantize what products read once more behind operators that only move it.
+
+    A recurrent layer quantizes its input as a whole, and multiplies its steps as one matrix. ONNX
+    Runtime has kernels for products that read codes directly, and moves no codes through Flatten.
+
+    Before: DequantizeLinear -> moves -> Gemm or MatMul with a quantized weight.
+    After: A Q/DQ pair with the same parameters stands in front of the product; no value changes.
+    """
+    for node in nodes_of(model, "Gemm", "MatMul"):
+        mover = computed_by(node.inputs[0], *MOVES)
+        source = mover
+        while source is not None and source.op_type in MOVES:
+            source = source.inputs[0].producer()
+        if mover is None or source is None or source.op_type != "DequantizeLinear":
+            continue
+        # Both directions of a recurrent layer read one matrix.
+        is_read_by_products = all(
+            _is_product(user) for user in readers(mover.outputs[0])
+        )
+        if is_read_by_products and not attribute(source, "axis"):
+            insert_pair(mover, list(source.inputs[1:]))
+
+
+def _is_product(node: Node) -> bool:
+    """Return True for a product with a quantized weight."""
+    is_product = node.op_type in ("Gemm", "MatMul")
+    return is_product and stored_weight(node.inputs[1]) is not None
 
 
 def _is_plain(gemm: Node) -> bool:

@@ -34,7 +34,7 @@ from torchq.runtimes.onnxruntime.convolutions import (
     pool_means,
 )
 from torchq.runtimes.onnxruntime.engine import SessionEngine
-from torchq.runtimes.onnxruntime.matmuls import split_gemms
+from torchq.runtimes.onnxruntime.matmuls import quantize_moved_rows, split_gemms
 from torchq.runtimes.onnxruntime.pairs import (
     quantize_concatenated,
     quantize_padded,
@@ -81,6 +81,7 @@ _FILE = FileRules(
         gather_shuffled,
         quantize_concatenated,
         quantize_padded,
+        quantize_moved_rows,
         split_gemms,
         separate_clips,
         separate_softmaxes,
