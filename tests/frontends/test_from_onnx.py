@@ -135,6 +135,29 @@ def test_a_shared_initializer_is_one_parameter() -> None:
     assert len(list(read.parameters())) == 1
 
 
+@pytest.mark.parametrize("kind", ["Conv", "ConvTranspose"])
+@pytest.mark.parametrize("shape", [(1, 5, 1, 1), (5, 1, 1)])
+def test_a_convolution_and_the_bias_behind_it_are_one_layer(
+    kind: str, shape: tuple[int, ...]
+) -> None:
+    """So Paddle writes biases. Without it nothing quantizes the result of the layer."""
+    w = Writer(17)
+    x = w.input("x", [2, 5, 7, 7])
+    product = w.node(kind, x, w.random(5, 5, 3, 3))
+    total = w.node("Relu", w.node("Add", product, w.random(*shape)))
+    last = w.node(kind, total, w.random(5, 5, 1, 1))
+    width = 5 if kind == "Conv" else 9
+    other = w.node("Add", last, w.random(1, 1, 1, width))
+    read = assert_agrees(w.model(other), {"x": torch.randn(2, 5, 7, 7)})
+    first, second = [
+        module
+        for module in read.modules()
+        if isinstance(module, (nn.Conv2d, nn.ConvTranspose2d))
+    ]
+    assert first.bias is not None
+    assert second.bias is None  # What is added there belongs to a column.
+
+
 def test_a_product_and_the_bias_behind_it_are_one_layer() -> None:
     weight = torch.randn(3, 5)
     bias = torch.randn(5)

@@ -100,23 +100,43 @@ class GraphBuilder(graph.GraphBuilder):
         return inner
 
     def add_bias(self, node: fx.Node, value: Constant) -> fx.Node | None:
-        """Give a constant to the linear layer that ``node`` calls as its bias if it may."""
-        layer = (
-            self.root.get_submodule(str(node.target))
-            if node.op == "call_module"
-            else None
-        )
+        """Give a constant to the layer that ``node`` calls as its bias if it may.
+
+        It has one number for each output channel: (out,), or (1, out, 1, 1) of an image; the first
+        dimension may be missing.
+        """
+        layer: Any = None
+        if node.op == "call_module":
+            layer = self.root.get_submodule(str(node.target))
         names = [name for name, other in self.values.items() if other is node]
-        if type(layer) is not nn.Linear or layer.bias is not None or node.users:
+        if type(layer) not in _WITH_BIAS or layer.bias is not None or node.users:
             return None
-        shape = (layer.out_features,)
-        dtype = layer.weight.dtype
-        if tuple(value.tensor.shape) != shape or value.tensor.dtype != dtype:
+        shape = list(value.tensor.shape)
+        if type(layer) is nn.Linear:
+            is_bias = shape == [layer.out_features]
+        else:
+            of_channels = [layer.out_channels, *(1 for _ in layer.kernel_size)]
+            is_bias = shape in (of_channels, [1, *of_channels])
+        if not is_bias or value.tensor.dtype != layer.weight.dtype:
             return None
         if len(names) > 1 or self.readers[names[0]] > 1:
             return None
-        layer.bias = self.parameter(value)
+        layer.bias = self.parameter(value, tensor=value.tensor.reshape(-1))
         return node
+
+
+#: Layers with a bias, whose files may add it in an operator of its own.
+_WITH_BIAS = frozenset(
+    [
+        nn.Linear,
+        nn.Conv1d,
+        nn.Conv2d,
+        nn.Conv3d,
+        nn.ConvTranspose1d,
+        nn.ConvTranspose2d,
+        nn.ConvTranspose3d,
+    ]
+)
 
 
 class NodeContext(FileNode):
