@@ -481,3 +481,21 @@ def test_the_input_of_recurrent_layers_is_multiplied_in_integers(
     batches = [x, torch.randn(5, 3, 8)]
     report = torchq.verify_onnx(model, path, batches, progress=False)
     assert report.ok, report
+
+
+@pytest.mark.filterwarnings("ignore:export_onnx.*the hidden state is quantized")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("steps_first", [True, False])
+def test_a_first_dimension_that_counts_steps_is_not_open(
+    steps_first: bool, path: Path
+) -> None:
+    """The older exporter wrote a file with an open batch that took one length alone."""
+    model = nn.GRU(4, 6, batch_first=not steps_first).eval()
+    x = torch.randn(5, 2, 4)
+    torchq.quantize_(model, torchq.recipes.int8(recurrent=True, reduce_range=True))
+    torchq.calibrate(model, [x], progress=False)
+    torchq.export_onnx(model, x, path, dynamo=False, progress=False)
+    (entry,) = [i for i in onnx.load(str(path)).graph.input if i.name == "input"]
+    first = entry.type.tensor_type.shape.dim[0]
+    assert bool(first.dim_param) is not steps_first
+    assert torchq.verify_onnx(model, path, [x], progress=False).ok

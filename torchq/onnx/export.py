@@ -213,10 +213,11 @@ def export_onnx(
     warn_of_own_grid(model, active, runtime)
     check_norms("export_onnx", model)
     check_arguments(model, example, dynamo=modern)
-    warn_of_steps(model, example, dynamic_shapes)
+    has_steps_first = warn_of_steps(model, example, dynamic_shapes)
     warn_of_changed_weights("export_onnx", model)
     names = (input_names, output_names)
-    batches = (True, False) if dynamic_batch and not fixes_batch(model) else (False,)
+    has_fixed_rows = fixes_batch(model) or has_steps_first
+    batches = (True, False) if dynamic_batch and not has_fixed_rows else (False,)
     calls = [
         ExampleCall(model, example, is_open, dynamic_shapes, *names)
         for is_open in batches
