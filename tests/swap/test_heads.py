@@ -329,3 +329,15 @@ def test_a_last_layer_that_is_included_by_its_path_is_quantized() -> None:
     assert name not in included
     # A pattern of several paths names the part that may be quantized, no layer.
     assert name in float_last_layers(Wide(), include=["head.*"])
+
+
+def test_a_share_that_no_percentage_shows_is_called_little() -> None:
+    model = Wide()
+    model.head.levels.stem = nn.Sequential(
+        block(3, 2048, 1),
+        block(2048, 8),
+    )
+    model.head.boxes = nn.ModuleList(nn.Conv2d(8, 4, 1) for _ in range(3))
+    model.head.scores = nn.ModuleList(nn.Conv2d(8, 3, 1) for _ in range(3))
+    plan = torchq.plan(model.eval(), target="onnxruntime", example=X)
+    assert "for little of the multiply-adds" in plan.explain("head.boxes.0")

@@ -118,6 +118,8 @@ def heads_in_float(plan: Plan, facts: Facts) -> Plan:
 
 #: The largest part of the multiply-adds that the last layers of a detector stay float for.
 _SMALL = 0.03
+#: The smallest part that a percentage with one decimal shows.
+_SHOWN = 0.0005
 
 
 def bare_last_layers(flow: Flow) -> frozenset[str]:
@@ -194,8 +196,9 @@ def last_layers_in_float(plan: Plan, facts: Facts) -> Plan:
     small, part = _smallest(movable, plan.work.amounts, facts.flow)
     if not small:
         return plan
+    share = f"{part:.1%}" if part >= _SHOWN else "little"
     reason = (
-        f"a detector's boxes or scores are its results, for {part:.1%} of the multiply-adds with "
+        f"a detector's boxes or scores are its results, for {share} of the multiply-adds with "
         "the other last layers; a rule that names it quantizes it"
     )
     return plan.in_float(dict.fromkeys(small, reason), BY)

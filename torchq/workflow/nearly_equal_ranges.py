@@ -1,11 +1,11 @@
 """Ranges of concatenations that other ranges nearly equal: they become the same.
 
 The result of a concatenation is on the grid of its quantizer. What reads it has a range of its own,
-as another concatenation in a chain of them has, such as in a DenseNet, whose range holds more
-tensors. Where that is a little longer, codes move to a grid with a step a little longer, and all
-small codes stay what they are: 8.41 in place of 8.28 makes each of these values 1.5 % larger. That
-is no noise that averages out, and every link of a chain adds to it. With one range for both the
-codes are the same.
+as another concatenation in a chain of them has, such as in a dense block that joins each result to
+all before it, whose range holds more tensors. Where that is a little longer, codes move to a grid
+with a step a little longer, and all small codes stay what they are: 8.41 in place of 8.28 makes
+each of these values 1.5 % larger. That is no noise that averages out, and every link of a chain
+adds to it. With one range for both the codes are the same.
 """
 
 from __future__ import annotations
