@@ -19,6 +19,7 @@ from tests.frontends.onnx_writer import Writer
 from tests.onnx.exported import Layers, Residual, calibrated, ends, run_file
 from torchq import QuantConfig, QuantDescriptor, Rule
 from torchq.errors import ConfigError, ExportError
+from torchq.onnx.lost_arguments import check_arguments
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -379,6 +380,14 @@ def test_torch_export_gives_the_same_numbers() -> None:
     x = torch.randn(2, 3, 16, 16)
     program = torch.export.export(model, (x,))
     assert torch.equal(program.module()(x), model(x))
+
+
+def test_scripted_modules_take_no_hooks_and_need_none() -> None:
+    """An export that torch refuses says so, and not that hooks cannot be registered."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.jit.* is deprecated")
+        model = nn.Sequential(torch.jit.script(nn.ReLU()))
+    check_arguments(model, torch.randn(2, 3), dynamo=True)
 
 
 def test_jit_trace_needs_no_flag(tmp_path: Path) -> None:

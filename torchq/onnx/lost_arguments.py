@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -163,6 +164,8 @@ def check_arguments(model: nn.Module, example: object, *, dynamo: bool) -> None:
     watch = _Watch(model, dynamo=dynamo)
     with ExitStack() as stack:
         for module in model.modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # They take no hooks.
             for handle in (
                 module.register_forward_pre_hook(watch.enter),
                 module.register_forward_hook(watch.leave, always_call=True),
