@@ -460,6 +460,50 @@ def test_what_a_hook_computes_stands_behind_its_layer(path: Path) -> None:
     assert share.quantized == pytest.approx(report.coverage.share)
 
 
+class Padding(nn.Conv2d):
+    """A convolution that pads by itself, as those of networks from TensorFlow."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.pad(x, [0, 1, 0, 1])
+        return nn.functional.conv2d(x, self.weight, self.bias, self.stride)
+
+
+class Standardized(nn.Conv2d):
+    """A convolution whose weight is computed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        centered = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        return nn.functional.conv2d(x, centered, self.bias, self.stride)
+
+
+class Lent(nn.Module):
+    """A convolution whose weight and bias the forward around it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(3, 8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.conv2d(x, self.layer.weight, self.layer.bias)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [lambda: Padding(3, 8, 3), lambda: Standardized(3, 8, 3), Lent],
+    ids=["own forward", "computed weight", "lent"],
+)
+def test_biases_of_calls_are_rounded_as_the_kernel_does(
+    first: Callable[[], nn.Module], path: Path
+) -> None:
+    """Of so many codes, dozens fall to the other side with the bias as it was."""
+    torch.manual_seed(0)
+    images = torch.randn(4, 3, 48, 48)
+    layers = nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1)
+    model = write(nn.Sequential(first(), *layers), images, path, dynamo=False)
+    report = torchq.verify_onnx(model, path, [images], progress=False)
+    assert report.ok, str(report)
+
+
 class TokensOfImages(nn.Module):
     """A convolution whose result a linear layer reads, place by place."""
 

@@ -95,6 +95,8 @@ class Call:
         writes: it is a function that overwrites one of its operands.
         operands: of a recorded call, one number for each tensor that it reads, as in ``inputs``; -1
             of those that no call has computed, such as inputs of the model and parameters.
+        ends_in: the name of the function whose result a leaf module returned as it was; "" for
+            functions, and where that is not known.
     """
 
     index: int
@@ -111,6 +113,7 @@ class Call:
     idle: bool = False
     writes: bool = False
     operands: tuple[int, ...] = ()
+    ends_in: str = ""
 
     @property
     def ndim(self) -> int | None:
@@ -293,6 +296,8 @@ class _Recorder(TorchFunctionMode):
         self.entered: list[str] = []
         self.pending: list[tuple[tuple[int, ...], bool]] = []  # operands, and stored
         self._computed_inside = False
+        # The last function that a leaf called, and its result.
+        self._last_inside: tuple[str, object] = ("", None)
         self._producer: dict[int, int] = {}
         attributes = [
             a
@@ -327,6 +332,7 @@ class _Recorder(TorchFunctionMode):
             self.pending.append((self.operands(args, kwargs), is_stored))
             self.note_parameters(module, args, kwargs)
             self._computed_inside = False
+            self._last_inside = ("", None)
         self.depth += 1
 
     def end_leaf(
@@ -338,6 +344,7 @@ class _Recorder(TorchFunctionMode):
         if self.depth == 0:
             name = self.names[id(module)]
             operands, is_stored = self.pending.pop()
+            function, result = self._last_inside
             is_idle = not self._computed_inside and any(
                 out is tensor for tensor in tensors_in((args, kwargs))
             )
@@ -348,6 +355,7 @@ class _Recorder(TorchFunctionMode):
                 operands=operands,
                 stored=is_stored,
                 idle=is_idle,
+                ends_in=function if result is out else "",
             )
         return out
 
@@ -433,8 +441,11 @@ class _Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         reads_metadata = "metadata" in effects_of(function_name(func))
         if self.depth or reads_metadata:
-            self._computed_inside |= not reads_metadata
-            return self._run(func, args, kwargs)
+            out = self._run(func, args, kwargs)
+            if not reads_metadata:
+                self._computed_inside = True
+                self._last_inside = (function_name(func), out)
+            return out
         values = read_arguments(function_name(func), args, kwargs)
         operands = self.operands(values)
         read = {id(tensor) for tensor in tensors_in(values)}

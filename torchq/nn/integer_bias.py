@@ -68,8 +68,11 @@ def _products_step(layer: Any, bias: Tensor | None) -> Tensor | None:
     if not (is_fixed(of_input) and is_fixed(of_weight)):
         return None
     with torch.no_grad():
-        scale: Tensor = layer.corrected_weight(of_weight.kept_scale()).flatten()
-        result: Tensor | None = of_input.kept_scale().reshape(()) * scale
+        scale: Tensor = of_weight.kept_scale()
+        # Modules with a forward of their own correct no results.
+        if hasattr(layer, "corrected_weight"):
+            scale = layer.corrected_weight(scale)
+        result: Tensor | None = of_input.kept_scale().reshape(()) * scale.flatten()
         return result
 
 

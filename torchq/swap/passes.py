@@ -764,6 +764,7 @@ def integer_biases(plan: Plan, facts: Facts) -> Plan:
     end to end: input and weight are quantized, and so is the result, with one range, at once or
     behind an activation that codes which begin at 0 include. Files keep others in float, such as
     those in front of codes of 4 bits, which are clipped first, or linear layers on more than rows.
+    Convolutions that a forward calls as functions, with the bias of a module, are like layers.
     """
     has_int32 = facts.codes is not None and facts.codes.int32_biases
     has_float = _kernels_do("layers alone", facts)
@@ -781,6 +782,8 @@ def integer_biases(plan: Plan, facts: Facts) -> Plan:
             is_layer = d.weight is not None and not results.is_call(d)
             bias = "int32" if is_layer and has_int32 else ""
             d = replace(d, bias=bias, rounded_by=one, awaits_fold=d.name in facts.norms)
+        if has_int32 and results.adds_bias_in_call(d):
+            d = replace(d, bias="int32")
         rows.append(d)
     return replace(plan, decisions=tuple(rows))
 
@@ -820,10 +823,9 @@ def float_kernels(
 
 #: Modules without a weight that integer kernels compute, beside averages.
 _ON_INTEGERS = (Add, Mul, MatMul, ScaledDotProductAttention, nn.Sigmoid, nn.SiLU)
+_CONVOLVE = frozenset(["conv1d", "conv2d", "conv3d"])
 #: Functions with a weight that they compute, and that leave no float result between.
-_CALLS_ON_INTEGERS = frozenset(
-    ["conv1d", "conv2d", "conv3d", "linear", "matmul", "mm", "addmm"]
-)
+_CALLS_ON_INTEGERS = _CONVOLVE.union(["linear", "matmul", "mm", "addmm"])
 
 
 @dataclass(frozen=True)
@@ -929,6 +931,13 @@ def _behind_quantizer(view: View, call: Call) -> tuple[str, _Kernel | None]:
     return owner, _Kernel(call, reader, is_call=True) if is_computed else None
 
 
+def _convolves(kernel: _Kernel, decision: Decision) -> bool:
+    """Return True for a call of a convolution, alone or as the last one of a module's forward."""
+    if decision.calls:
+        return kernel.result.ends_in in _CONVOLVE
+    return kernel.is_call and _operator(kernel.result) in _CONVOLVE
+
+
 class _Results:
     """Tells which layers run on integers from end to end in a file for ONNX Runtime."""
 
@@ -950,10 +959,23 @@ class _Results:
 
     def quantizers(self, decision: Decision) -> list[str]:
         """Return what quantizes a layer's results; nothing unless all calls run on integers."""
+        # A module that makes one call may compute more behind it.
+        return [] if decision.calls else self._quantizers_of(decision)
+
+    def adds_bias_in_call(self, decision: Decision) -> bool:
+        """Return True for a module whose bias and weight calls of convolutions read on integers."""
+        module = self._facts.modules.get(decision.name)
+        kernels = self._kernels.get(decision.name, [])
+        return (
+            isinstance(getattr(module, "bias", None), nn.Parameter)
+            and all(_convolves(kernel, decision) for kernel in kernels)
+            and bool(self._quantizers_of(decision))
+        )
+
+    def _quantizers_of(self, decision: Decision) -> list[str]:
         kernels = self._kernels.get(decision.name, [])
         d, w = decision.input, decision.weight
-        # A module that makes one call may compute more behind it.
-        if decision.reason or decision.calls or d is None or not kernels:
+        if decision.reason or d is None or not kernels:
             return []
         fits = d.num_bits in _UP_TO_A_BYTE and d.granularity == PerTensor()
         of_weight = w is None or (

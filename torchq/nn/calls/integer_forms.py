@@ -13,7 +13,8 @@ from torchq.graph import operator_of
 from torchq.nn.calls.routes import operand
 from torchq.nn.integer_kernel import CallOperands, Multiply
 
-_BIAS = (2, "bias")
+#: Where calls with a weight have their bias.
+BIAS = (2, "bias")
 #: Products of matrices of which kernels take the second operand as a weight, (in, out).
 _MATRIX_PRODUCTS = ("matmul", "mm")
 
@@ -39,7 +40,7 @@ def integer_form(
     if row.name.startswith("conv") and "transpose" not in row.name:
         return _convolution(function, args, kwargs, x, weight)
     if row.name == "linear":
-        operands = CallOperands(x, weight, operand(args, kwargs, _BIAS), False, True)
+        operands = CallOperands(x, weight, operand(args, kwargs, BIAS), False, True)
         return IntegerForm(operands, F.linear)
     if weight.dim() != 2:
         return None
@@ -69,5 +70,5 @@ def _convolution(
         result: Tensor = function(x, weight, bias, *args[3:], **options)
         return result
 
-    bias = operand(args, kwargs, _BIAS)
+    bias = operand(args, kwargs, BIAS)
     return IntegerForm(CallOperands(x, weight, bias, False, False), multiply)

@@ -34,7 +34,7 @@ from torchq.graph import (
     rewrite_forward,
     trace_call,
 )
-from torchq.nn.calls.integer_forms import integer_form
+from torchq.nn.calls.integer_forms import BIAS, integer_form
 from torchq.nn.calls.items import items_of_authors
 from torchq.nn.calls.overwrites import Overwrites
 from torchq.nn.calls.routes import (
@@ -56,6 +56,7 @@ from torchq.nn.convert import (
     class_below,
     unchanged_on_error,
 )
+from torchq.nn.integer_bias import kernel_bias
 from torchq.nn.integer_kernel import integer_call
 from torchq.nn.modules.operators import (
     Call,
@@ -262,6 +263,9 @@ def _run_call(
         input: holder.input_quantizer(operand(args, kwargs, input)),
         weight: holder.weight_quantizer(operand(args, kwargs, weight)),
     }
+    bias = operand(args, kwargs, BIAS) if holder.bias_format else None
+    if isinstance(bias, Tensor):
+        changed[BIAS] = kernel_bias(holder, bias)
     args, kwargs = with_operands(args, kwargs, changed)
     return carry_out(function, args, kwargs)
 
