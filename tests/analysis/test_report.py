@@ -119,6 +119,34 @@ def test_the_head_says_the_target_with_time_and_size_beside_float() -> None:
     assert usual().data["speed"] is None
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_formats_that_are_advised_have_more_bits_than_the_model(bits: int) -> None:
+    """A damaged INT8 model was to get 6 bits on average."""
+    recipe = torchq.recipes.integer(bits, bits)
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, 16, bias=False) for _ in range(8)]
+    model = nn.Sequential(*layers).eval()
+    inputs = [torch.randn(32, 16)]
+    # One channel leaves few of 256 codes for the others.
+    inputs[0][:, 0] *= 60
+    with torch.no_grad():
+        layers[0].weight[:, 0] /= 60
+    torchq.quantize_(model, recipe)
+    torchq.calibrate(model, inputs, progress=False)
+    report = torchq.report(model, inputs, progress=False, plan=False)
+    verdict = report.data["verdict"]
+    assert verdict["grade"] != "good"
+    names: dict[str, Any] = {"torchq": torchq, "model": model, "batches": inputs}
+    exec(verdict["advice"][-1]["code"], names)
+    config = names["config"]
+    assert bits < config.costs["mean_bits"] <= 1.5 * bits
+    torchq.restore_(model)
+    torchq.quantize_(model, config)
+    torchq.calibrate(model, inputs, progress=False)
+    after = torchq.report(model, inputs, progress=False, plan=False).data["outputs"]
+    assert after["sqnr"] > report.data["outputs"]["sqnr"]
+
+
 def test_a_good_model_needs_nothing() -> None:
     model, batches = planted(16)
     actual = torchq.report(model, batches, progress=False, plan=False).data["verdict"]

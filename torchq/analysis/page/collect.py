@@ -54,6 +54,8 @@ from torchq.version import __version__
 from torchq.workflow import quantizers
 
 _FORMATS = ("w8a8", "w6a6", "w4a8", "w4a4")
+#: The most bits of a weight that ``mixed_precision`` gives unless told.
+_SEARCHED_BITS = 8
 _METHODS = ("max", "percentile", "mse", "entropy")
 _BINS = 96
 #: Channels that a chart shows; more are put together.
@@ -99,6 +101,7 @@ def collect(
     histograms = _histogram_rows(
         layers, {} if observation is None else observation.samples, progress
     )
+    rows = _layer_rows(layers, errors, ranking, _facts(model, layers, batches[0], run))
     data = {
         "torchq": __version__,
         "torch": torch.__version__,
@@ -106,15 +109,13 @@ def collect(
         "batches": len(batches),
         "inputs": sum(map(batch_size, batches)),
         "outputs": vars(outputs),
-        "verdict": verdict(outputs, errors, ranking, examined),
+        "verdict": verdict(outputs, errors, ranking, examined, _mean_weight_bits(rows)),
         "share": examined.share,
         **_on_target(
             model, batches[0], timed=timed and examined.ok and forward is None
         ),
         "ranking": {"metric": ranking.metric, "unit": ranking.unit, "worst": worst},
-        "layers": _layer_rows(
-            layers, errors, ranking, _facts(model, layers, batches[0], run)
-        ),
+        "layers": rows,
         "quantizers": _quantizer_rows(layers, errors, histograms),
         "channels": dict(_channel_rows(layers)),
         "findings": [vars(finding) for finding in examined.findings],
@@ -373,6 +374,7 @@ def verdict(
     errors: LayerErrors,
     ranking: SensitivityReport,
     examined: DoctorReport,
+    weight_bits: float,
 ) -> dict[str, Any]:
     """Return ``grade`` ("good", "fair" or "poor"), ``sentence``, ``blame`` (which layers and why).
 
@@ -385,7 +387,7 @@ def verdict(
         "grade": grade,
         "sentence": f"{_EFFECTS[grade]}: {outputs.evidence}.",
         "blame": _blame(errors, ranking),
-        "advice": _advice(grade, ranking, examined),
+        "advice": _advice(grade, ranking, examined, weight_bits),
     }
 
 
@@ -433,7 +435,7 @@ def _blame(errors: LayerErrors, ranking: SensitivityReport) -> str:
 
 
 def _advice(
-    grade: str, ranking: SensitivityReport, examined: DoctorReport
+    grade: str, ranking: SensitivityReport, examined: DoctorReport, weight_bits: float
 ) -> list[dict[str, str]]:
     steps = _repairs(examined) + [vars(cure) for cure in examined.cures]
     if grade == "good":
@@ -453,8 +455,22 @@ def _advice(
     if not examined.ok:
         return steps
     step = f"{'Or give' if steps else 'Give'} each layer its own format under a budget."
-    code = 'config = torchq.mixed_precision(model, batches, budget={"mean_bits": 6})'
-    return [*steps, {"text": step, "code": code}]
+    return [*steps, {"text": step, "code": _wider_formats(weight_bits)}]
+
+
+def _wider_formats(weight_bits: float) -> str:
+    """Return a search that gives weights half as many bits again as they have now."""
+    mean_bits = math.ceil(weight_bits * 1.5)
+    budget = f'budget={{"mean_bits": {mean_bits}}}'
+    # The formats that are searched by default have 8 bits at most.
+    wider = ', formats=["float", "w8a8"]' if mean_bits > _SEARCHED_BITS else ""
+    return f"config = torchq.mixed_precision(model, batches, {budget}{wider})"
+
+
+def _mean_weight_bits(rows: Sequence[dict[str, Any]]) -> float:
+    """Return how many bits the weights of the rows of layers have on average."""
+    count = sum(row["weights"] for row in rows)
+    return sum(row["weights"] * row["weight_bits"] for row in rows) / max(count, 1)
 
 
 def _repairs(examined: DoctorReport) -> list[dict[str, str]]:
