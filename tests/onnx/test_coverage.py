@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from torchq.onnx.coverage import Coverage
-from torchq.onnx.ir import load_model
+from torchq.onnx.coverage import EXAMPLE_LENGTHS, Coverage
+from torchq.onnx.ir import load_model, onnx_ir
+from torchq.onnx.qdq import write_record
 
 pytest.importorskip("onnx")
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -182,3 +183,52 @@ def test_a_float_file_is_inspected_in_a_few_lines(tmp_path: Path) -> None:
         report
     )
     assert len(report.table().splitlines()) > 9
+
+
+def test_names_that_are_products_of_lengths_tell_how_long_a_value_is() -> None:
+    """The rows of all tokens, behind operators through which no shape can be inferred.
+
+    The name of what is masked is one that inference makes up where it does not know.
+    """
+    helper = pytest.importorskip("onnx.helper")
+    numbers = pytest.importorskip("onnx.numpy_helper")
+    kind = pytest.importorskip("onnx").TensorProto
+    weight = torch.ones(8, 8)
+    stored = {
+        "weight": weight,
+        "codes": weight.to(torch.int8),
+        "scale": torch.tensor(0.5),
+        "zero": torch.tensor(0, dtype=torch.int8),
+    }
+    pair = ["scale", "zero"]
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", *pair], ["x codes"]),
+        helper.make_node("DequantizeLinear", ["x codes", *pair], ["x values"]),
+        helper.make_node("DequantizeLinear", ["codes", *pair], ["values"]),
+        helper.make_node("MatMul", ["x values", "values"], ["on integers"]),
+        helper.make_node("Rows", ["x"], ["rows"], domain="somebody"),
+        helper.make_node("Chosen", ["x"], ["chosen"], domain="somebody"),
+        helper.make_node("Where", ["chosen", "rows", "scale"], ["masked"]),
+        helper.make_node("MatMul", ["masked", "weight"], ["in float"]),
+    ]
+    shapes = {
+        "x": ["batch", "length", 8],
+        "on integers": ["batch", "length", 8],
+        "rows": ["length*batch", 8],
+        "in float": ["unk__9", 8],
+    }
+    info = {
+        name: helper.make_tensor_value_info(name, kind.FLOAT, shape)
+        for name, shape in shapes.items()
+    }
+    info["chosen"] = helper.make_tensor_value_info("chosen", kind.BOOL, ["tokens", 1])
+    constants = [numbers.from_array(t.numpy(), name) for name, t in stored.items()]
+    results = [info["on integers"], info["in float"]]
+    inner = [info[name] for name in ("rows", "chosen")]
+    graph = helper.make_graph(
+        nodes, "g", [info["x"]], results, constants, value_info=inner
+    )
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("somebody", 1)]
+    model = onnx_ir.from_proto(helper.make_model(graph, opset_imports=opsets))
+    write_record(model, **{EXAMPLE_LENGTHS: {"length": 10, "tokens": 10}})
+    assert Coverage.of(model).share == 0.5

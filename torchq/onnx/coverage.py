@@ -239,11 +239,17 @@ def _of_known_lengths(graph: Model) -> Model:
         # Inference follows no arithmetic that TorchScript writes for a view.
         fold_lengths(sized)
         infer_shapes(sized)
-    for value in _values(sized):
-        shape = noted.get(value.name)
-        # Where nothing can be inferred, the names tell what they can.
-        if not _is_known(value.shape) and shape is not None:
-            value.shape = onnx_ir.Shape(_numbers(shape, lengths))
+    # Where nothing can be inferred, the names tell what they can. Those that inference made up come
+    # last, as more can be inferred from the others.
+    for is_last in (False, True):
+        for value in _values(sized):
+            shape = noted.get(value.name)
+            if _is_known(value.shape) or shape is None:
+                continue
+            if is_last or not any("unk__" in str(dim) for dim in shape):
+                value.shape = onnx_ir.Shape(_numbers(shape, lengths))
+        if not is_last and not all(_is_known(v.shape) for v in _values(sized)):
+            infer_shapes(sized)
     return sized
 
 
@@ -257,9 +263,12 @@ def _is_known(shape: Sequence[object] | None) -> bool:
 
 
 def _numbers(shape: Iterable[Any], lengths: Mapping[str, int]) -> list[int]:
-    """Return the lengths of a shape, 1 for those that are not known."""
+    """Return the lengths of a shape, 1 for those that are not known; names may be products."""
     return [
-        dim if isinstance(dim, int) else lengths.get(str(dim.value), 1) for dim in shape
+        dim
+        if isinstance(dim, int)
+        else math.prod(lengths.get(name, 1) for name in str(dim.value).split("*"))
+        for dim in shape
     ]
 
 
