@@ -358,7 +358,7 @@ class Plan:
         for site in places:
             amount = amount_by_place[site.site]
             holder = decisions.get(child_path(path, site.holder))
-            yield Part(path, amount, "" if holder is None else holder.float_kernel)
+            yield Part(path, amount, "" if holder is None else _reason(holder))
             rest -= amount
         if places and rest > 0:
             yield Part(path, rest, "" if has_products else _IN_FORWARD)
