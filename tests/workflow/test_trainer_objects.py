@@ -258,6 +258,10 @@ CALLS: dict[str, tuple[Made, Callable[[Any, Path], Any]]] = {
         lambda m, _: torchq.ptq.correct_bias_(m, BATCHES, **QUIET),
     ),
     "ptq.equalize_": (swapped, lambda m, _: torchq.ptq.equalize_(m, ROWS)),
+    "ptq.equalize_depthwise_": (
+        swapped,
+        lambda m, _: torchq.ptq.equalize_depthwise_(m, BATCHES, **QUIET),
+    ),
     "ptq.gptq_": (calibrated, lambda m, _: torchq.ptq.gptq_(m, BATCHES, **QUIET)),
     "ptq.smooth_": (swapped, lambda m, _: torchq.ptq.smooth_(m, BATCHES, **QUIET)),
     "qat.Distillation": (calibrated, lambda m, _: distilled(m)),

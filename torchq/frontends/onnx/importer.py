@@ -30,6 +30,7 @@ from torchq.frontends.onnx.reader import (
     tensor_of,
 )
 from torchq.frontends.onnx.shapes import free_batch_, infer_types
+from torchq.frontends.onnx.written_out import merge_gelus_
 from torchq.utils.optional import import_optional
 
 
@@ -122,6 +123,7 @@ class Importer:
             for infos in (inputs, graph.output)
         )
         shapes = [builder.shapes.get(name) for name in names]
+        outputs = merge_gelus_(builder, outputs)
         return builder.finish(
             outputs, graph.name or "OnnxModel", names, output_names, shapes
         )
