@@ -44,11 +44,42 @@ def by_products(w: Writer, x: Any) -> Any:
     return w.node("Div", w.node("Mul", total, x), number(w, 2.0))
 
 
+def tanh_of_cube(w: Writer, x: Any) -> Any:
+    cube = w.node("Pow", x, number(w, 3.0))
+    inner = w.node("Add", x, w.node("Mul", cube, number(w, 0.044715)))
+    factor = number(w, math.sqrt(2 / math.pi))
+    total = w.node("Add", w.node("Tanh", w.node("Mul", inner, factor)), number(w, 1.0))
+    return w.node("Mul", w.node("Mul", number(w, 0.5), x), total)
+
+
+def tanh_of_squares(w: Writer, x: Any) -> Any:
+    square = w.node("Mul", w.node("Mul", x, number(w, 0.044715)), x)
+    left = w.node("Mul", x, number(w, math.sqrt(2 / math.pi)))
+    inner = w.node("Mul", left, w.node("Add", number(w, 1.0), square))
+    total = w.node("Add", w.node("Tanh", inner), number(w, 1.0))
+    return w.node("Mul", w.node("Mul", x, total), number(w, 0.5))
+
+
+def behind_sum(w: Writer, x: Any) -> Any:
+    return torch_order(w, w.node("Add", x, w.node("Relu", x)))
+
+
+def half_precision(w: Writer, x: Any) -> Any:
+    root = float(torch.tensor(ROOT).half())
+    erf = w.node("Erf", w.node("Div", x, number(w, root)))
+    product = w.node("Mul", x, w.node("Add", erf, number(w, 1.0)))
+    return w.node("Mul", product, number(w, 0.5))
+
+
 FORMS: list[Callable[[Writer, Any], Any]] = [
     torch_order,
     half_first,
     half_inside,
     by_products,
+    tanh_of_cube,
+    tanh_of_squares,
+    behind_sum,
+    half_precision,
 ]
 
 
@@ -68,7 +99,8 @@ def test_a_gelu_in_any_order_is_one_module(
     read = assert_agrees(w.model(last), {"x": torch.randn(5, 6)})
     assert len(gelus(read)) == 1
     functions = [node.target for node in read.graph.nodes]
-    assert not {torch.erf, torch.mul, torch.div, torch.add} & {*functions}
+    assert not {torch.erf, torch.mul, torch.div, torch.pow} & {*functions}
+    assert functions.count(torch.add) == (form is behind_sum)
 
 
 def other_number(w: Writer, x: Any) -> Any:
@@ -76,6 +108,17 @@ def other_number(w: Writer, x: Any) -> Any:
     return w.node(
         "Mul", w.node("Mul", x, w.node("Add", erf, number(w, 1.0))), number(w, 0.5)
     )
+
+
+def near_number(w: Writer, x: Any) -> Any:
+    erf = w.node("Erf", w.node("Div", x, number(w, 1.41)))
+    product = w.node("Mul", x, w.node("Add", erf, number(w, 1.0)))
+    return w.node("Mul", product, number(w, 0.5))
+
+
+def tanh_of_itself(w: Writer, x: Any) -> Any:
+    total = w.node("Add", w.node("Tanh", x), number(w, 1.0))
+    return w.node("Mul", w.node("Mul", x, total), number(w, 0.5))
 
 
 def other_factor(w: Writer, x: Any) -> Any:
@@ -100,7 +143,15 @@ def squared(w: Writer, x: Any) -> Any:
 
 @pytest.mark.parametrize(
     "form",
-    [other_number, other_factor, without_half, read_inside, squared],
+    [
+        other_number,
+        near_number,
+        tanh_of_itself,
+        other_factor,
+        without_half,
+        read_inside,
+        squared,
+    ],
     ids=lambda form: form.__name__,
 )
 def test_what_is_no_gelu_stays_as_it_is(form: Callable[[Writer, Any], Any]) -> None:

@@ -1,28 +1,41 @@
 """Activations that a file writes out in arithmetic, as files below opset 20 do with GELU.
 
 One module in their place stays one operator: quantizers between its parts would cost accuracy, and
-keep runtimes from running it as one.
+keep runtimes from running it as one. What such a part of a graph computes is not read from its
+form, which differs from exporter to exporter: it is run, and compared with the activation.
 """
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from torchq.frontends.onnx.context import GraphBuilder
 
-#: The relative difference of constants: files in half precision round them.
-_CLOSE = 1e-3
+_ELEMENTWISE = frozenset(
+    [torch.add, torch.sub, torch.mul, torch.div, torch.pow, torch.erf]
+)
+#: What the forms of an activation have in their middle -> the activation.
+_GELUS: dict[object, Callable[[], nn.Module]] = {
+    torch.erf: nn.GELU,
+    nn.Tanh: lambda: nn.GELU(approximate="tanh"),
+}
+#: How many operators may stand behind that.
+_MOST_BEHIND = 4
+#: Beyond them a GELU is 0 or its input.
+_GRID = torch.linspace(-9.0, 9.0, 1801, dtype=torch.float64)
+#: Constants in half precision move a GELU by 5e-5; 1.41 for the root of 2 does so by 9e-4.
+_CLOSE = 2e-4
 
 
 def merge_gelus_(builder: GraphBuilder, outputs: Sequence[fx.Node]) -> list[fx.Node]:
-    """Put ``nn.GELU`` where a graph computes ``x * 0.5 * (1 + erf(x / sqrt(2)))``, in place.
+    """Put ``nn.GELU`` where a graph computes one of numbers and one tensor, in place.
 
-    The factors may stand in any order. Nothing is done where something else reads a part.
+    Nothing is done where something else reads a part.
 
     Args:
         builder: of the graph.
@@ -33,15 +46,14 @@ def merge_gelus_(builder: GraphBuilder, outputs: Sequence[fx.Node]) -> list[fx.N
     """
     returned = list(outputs)
     for node in list(builder.graph.nodes):
-        if node.op != "call_function" or node.target is not torch.erf:
+        make = _GELUS.get(_kind(builder, node))
+        part = None if make is None else _written_out(builder, node, make(), returned)
+        if make is None or part is None:
             continue
-        found = _written_gelu(builder, node, returned)
-        if found is None:
-            continue
-        x, last = found
+        x, last = part
         name = last.meta.get("onnx_name") or last.name
         with builder.graph.inserting_after(last):
-            path = builder.add_module(str(name), nn.GELU().eval(), "Mul")
+            path = builder.add_module(str(name), make().eval(), "Mul")
             merged = builder.graph.call_module(path, (x,))
         merged.meta |= last.meta
         last.replace_all_uses_with(merged)
@@ -49,76 +61,104 @@ def merge_gelus_(builder: GraphBuilder, outputs: Sequence[fx.Node]) -> list[fx.N
     return returned
 
 
-def _written_gelu(
-    builder: GraphBuilder, erf: fx.Node, returned: Sequence[fx.Node]
+def _kind(builder: GraphBuilder, node: fx.Node) -> object:
+    """Return the function that a node calls, or the class of its module."""
+    if node.op == "call_module":
+        return type(builder.root.get_submodule(str(node.target)))
+    return node.target if node.op == "call_function" else None
+
+
+def _written_out(
+    builder: GraphBuilder,
+    middle: fx.Node,
+    activation: nn.Module,
+    returned: Sequence[fx.Node],
 ) -> tuple[fx.Node, fx.Node] | None:
-    """Return what a GELU around an error function reads, and its last node; None for others."""
-
-    def reader(node: fx.Node) -> fx.Node | None:
-        """Return what alone reads a node."""
-        is_alone = len(node.users) == 1 and node not in returned
-        return next(iter(node.users)) if is_alone else None
-
-    scaled = erf.args[0]
-    if not isinstance(scaled, fx.Node) or reader(scaled) is not erf:
-        return None
-    x = _scaled(builder, scaled, math.sqrt(0.5))
-    total = reader(erf)
-    if x is None or total is None or total.target is not torch.add:
-        return None
-    if not _is(builder, _other(total, erf), 1.0):
-        return None
-    last, has_x, has_half = total, False, False
-    while not (has_x and has_half):
-        product = reader(last)
-        if product is None:
+    """Return the tensor and the last node of an activation around a node; None if there is none."""
+    last = middle
+    for _ in range(_MOST_BEHIND):
+        readers = list(last.users)
+        if len(readers) != 1 or last in returned:
             return None
-        factor = _other(product, last) if product.target is torch.mul else None
-        if not has_half and _is_half_of(builder, product, last):
-            has_half = True
-        elif not has_x and factor is x:
-            has_x = True
-        elif (
-            not (has_x or has_half)
-            and isinstance(factor, fx.Node)
-            and reader(factor) is product
-            and _scaled(builder, factor, 0.5) is x
-        ):
-            has_x = has_half = True
-        else:
-            return None
-        last = product
-    return x, last
-
-
-def _is_half_of(builder: GraphBuilder, node: fx.Node, source: fx.Node) -> bool:
-    return _scaled(builder, node, 0.5) is source
-
-
-def _scaled(builder: GraphBuilder, node: fx.Node, factor: float) -> fx.Node | None:
-    """Return what a node multiplies by a number, or divides by its inverse; None for others."""
-    if node.target is torch.mul:
-        for source in node.args:
-            if isinstance(source, fx.Node) and _is(
-                builder, _other(node, source), factor
-            ):
-                return source
-    if node.target is torch.div and isinstance(node.args[0], fx.Node):
-        return node.args[0] if _is(builder, node.args[1], 1 / factor) else None
+        (last,) = readers
+        for x in _read_twice(builder, last):
+            inside = _between(builder, x, last)
+            if inside is None or middle not in inside:
+                continue
+            is_apart = all(
+                node not in returned and inside.issuperset(node.users)
+                for node in inside - {last}
+            )
+            if is_apart and _computes(builder, x, last, activation):
+                return x, last
     return None
 
 
-def _other(node: fx.Node, source: fx.Node) -> object:
-    """Return the second operand of two, of which ``source`` is one; None where both are."""
-    others = [operand for operand in node.args if operand is not source]
-    return others[0] if len(others) == 1 else None
+def _read_twice(builder: GraphBuilder, last: fx.Node) -> Iterator[fx.Node]:
+    """Yield what several nodes in front of a node read, the nearest first."""
+    seen = {last}
+    pending = [last]
+    while pending:
+        node = pending.pop(0)
+        if len(node.users) > 1:
+            yield node
+        if _is_elementwise(builder, node):
+            new = [n for n in node.all_input_nodes if n not in seen]
+            seen.update(new)
+            pending += new
 
 
-def _is(builder: GraphBuilder, value: object, number: float) -> bool:
-    """Return True for a number that is stored in a file, alone in its tensor or as itself."""
-    if isinstance(value, fx.Node) and value.op == "get_attr":
-        stored = operator.attrgetter(str(value.target))(builder.root)
-        value = stored.item() if stored.numel() == 1 else None
-    return isinstance(value, (int, float)) and math.isclose(
-        value, number, rel_tol=_CLOSE
-    )
+def _between(builder: GraphBuilder, x: fx.Node, last: fx.Node) -> set[fx.Node] | None:
+    """Return the nodes that compute ``last`` of one tensor and of numbers; None for others."""
+    inside: set[fx.Node] = set()
+    pending = [last]
+    while pending:
+        node = pending.pop()
+        if node is x or node in inside or _number(builder, node) is not None:
+            continue
+        if not _is_elementwise(builder, node):
+            return None
+        inside.add(node)
+        pending += node.all_input_nodes
+    return inside
+
+
+def _is_elementwise(builder: GraphBuilder, node: fx.Node) -> bool:
+    kind = _kind(builder, node)
+    return (kind in _ELEMENTWISE or kind is nn.Tanh) and not node.kwargs
+
+
+def _number(builder: GraphBuilder, node: fx.Node) -> float | None:
+    """Return a number that is alone in its tensor in the file; None for others."""
+    if node.op != "get_attr":
+        return None
+    stored = operator.attrgetter(str(node.target))(builder.root)
+    return float(stored.item()) if stored.numel() == 1 else None
+
+
+def _computes(
+    builder: GraphBuilder, x: fx.Node, last: fx.Node, activation: nn.Module
+) -> bool:
+    """Return True if ``last`` is an activation of ``x``, on a grid in float64."""
+    values: dict[fx.Node, Any] = {x: _GRID}
+
+    def value(operand: Any) -> Any:
+        if not isinstance(operand, fx.Node):
+            return operand
+        if operand not in values:
+            number = _number(builder, operand)
+            values[operand] = number if number is not None else called(operand)
+        return values[operand]
+
+    def called(node: fx.Node) -> Any:
+        operands: Iterable[Any] = map(value, node.args)
+        if node.op == "call_module":
+            return torch.tanh(*operands)
+        function: Any = node.target
+        return function(*operands)
+
+    result = value(last)
+    want = activation(_GRID)
+    if not isinstance(result, Tensor) or result.shape != want.shape:
+        return False
+    return torch.allclose(result, want, rtol=_CLOSE, atol=_CLOSE)
