@@ -461,10 +461,16 @@ def _advice(
 def _wider_formats(weight_bits: float) -> str:
     """Return a search that gives weights half as many bits again as they have now."""
     mean_bits = math.ceil(weight_bits * 1.5)
-    budget = f'budget={{"mean_bits": {mean_bits}}}'
+    if mean_bits <= _SEARCHED_BITS:
+        return (
+            "config = torchq.mixed_precision(model, batches, "
+            f'budget={{"mean_bits": {mean_bits}}})'
+        )
     # The formats that are searched by default have 8 bits at most.
-    wider = ', formats=["float", "w8a8"]' if mean_bits > _SEARCHED_BITS else ""
-    return f"config = torchq.mixed_precision(model, batches, {budget}{wider})"
+    return (
+        "config = torchq.mixed_precision(model, batches, "
+        f'budget={{"mean_bits": {mean_bits}}}, formats=["float", "w8a8"])'
+    )
 
 
 def _mean_weight_bits(rows: Sequence[dict[str, Any]]) -> float:
