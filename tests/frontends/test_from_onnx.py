@@ -158,7 +158,8 @@ def test_a_convolution_and_the_bias_behind_it_are_one_layer(
     assert second.bias is None  # What is added there belongs to a column.
 
 
-def test_a_product_and_the_bias_behind_it_are_one_layer() -> None:
+@pytest.mark.parametrize("shape", [(5,), (1, 5)])
+def test_a_product_and_the_bias_behind_it_are_one_layer(shape: tuple[int, ...]) -> None:
     weight = torch.randn(3, 5)
     bias = torch.randn(5)
     w = Writer(17)
@@ -167,7 +168,7 @@ def test_a_product_and_the_bias_behind_it_are_one_layer() -> None:
         w.input("x", [4, 3]),
         w.weight(weight, "fc.weight"),
     )
-    total = w.node("Add", w.weight(bias), product)
+    total = w.node("Add", w.weight(bias.reshape(shape)), product)
     read = torchq.from_onnx(w.model(total))
     x = torch.randn(4, 3)
     assert type(read.fc) is nn.Linear

@@ -416,3 +416,46 @@ def test_a_layer_whose_result_is_joined_with_the_image(
     verified = torchq.verify_onnx(model, path, [x], progress=False)
     assert verified.ok, verified
     assert sum(layer.differ for layer in verified.layers) == 0
+
+
+class Scaled(nn.Module):
+    """A residual that is multiplied by a number or by stored ones, as in super-resolution."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 3, padding=1)
+        self.second = nn.Conv2d(16, 16, 3, padding=1)
+        self.gamma = nn.Parameter(torch.rand(16, 1, 1) + 0.5)
+        self.register_buffer("shift", torch.rand(16, 1, 1))
+        self.head = nn.Conv2d(16, 4, 1)
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        y = self.second(x)
+        if self.kind == "number":
+            y = y * 0.25
+        elif self.kind == "parameter":
+            y = y * self.gamma
+        else:
+            y = y + self.shift
+        return self.head(x + y).mean((2, 3))
+
+
+@pytest.mark.parametrize("kind", ["number", "parameter", "buffer"])
+def test_a_layer_whose_result_is_scaled_runs_on_integers(
+    kind: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    x = torch.rand(4, 3, 16, 16)
+    model = Scaled(kind).eval()
+    torchq.quantize_(model, target="onnxruntime", example=x, progress=False)
+    torchq.calibrate(model, [x], progress=False)
+    path = tmp_path / "net.onnx"
+    report = torchq.export_onnx(model, x, path, dynamo=False, progress=False)
+    share = plan_of(model).share
+    assert share is not None
+    assert share.quantized == report.coverage.share == 1.0
+    found = torchq.inspect_onnx(path)
+    assert "3 QLinearConv" in str(found)
+    assert torchq.verify_onnx(model, path, [x], progress=False).ok

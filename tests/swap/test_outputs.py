@@ -55,15 +55,16 @@ def outputs(model: nn.Module) -> dict[str, bool]:
 
 
 def test_results_that_nothing_quantizes_get_a_quantizer() -> None:
-    """A factor straight behind a convolution is folded into it, so its result needs none."""
+    """One in front of a stored factor too: no integer kernel has both."""
     torch.manual_seed(0)
     x = torch.randn(2, 3, 9, 9)
     model = Readers().eval()
     report = quantized(model, x)
-    assert outputs(model) == {"deep": False, "gated": True}
+    assert outputs(model) == {"deep": False, "gated": True, "scaled": False}
     assert {d.name for d in report.replaced if d.output is not None} == {
         "deep",
         "gated",
+        "scaled",
     }
     assert "output uint8" in str(report)
 
@@ -73,7 +74,7 @@ def test_depthwise_results_in_front_of_a_norm_stay_float() -> None:
     model = Readers().eval()
     model.deep = nn.Conv2d(8, 8, 3, groups=8)
     quantized(model, x)
-    assert outputs(model) == {"gated": True}
+    assert outputs(model) == {"gated": True, "scaled": False}
 
 
 def test_an_unsigned_result_is_that_of_the_relu() -> None:

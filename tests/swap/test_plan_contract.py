@@ -203,7 +203,7 @@ def test_the_networks_show_every_kind_of_decision() -> None:
     assert plan.decision("last").output is not None
     assert plan.decision("quant_cat").unsigned == ("input",)  # the one behind a ReLU
     assert {d.name for d in plan.replaced if d.bias} == {
-        *("first", "wise", "left", "inner.0", "last")
+        *("first", "wise", "left", "right", "inner.0", "last")
     }
     assert plan.decision("quant_cat").ranges == 2
     assert plan.shared

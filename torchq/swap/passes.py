@@ -54,8 +54,6 @@ from torchq.swap.share import BEFORE_NORM, RESULT_IN_FLOAT
 _MOVING_MODULES = (nn.Flatten, nn.Unflatten)
 _DROPOUT_FUNCTIONS = frozenset(["dropout", "dropout1d", "dropout2d", "dropout3d"])
 _PADDING_MODULES = (nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d)
-#: Products with, and sums of, stored numbers: exporters fold them into the convolution.
-_AFFINE = frozenset(["mul", "add"])
 _BYTE = 8
 _UP_TO_A_BYTE = range(1, _BYTE + 1)
 _QUANTIZING = frozenset(["quantize", "observe+quantize"])
@@ -577,7 +575,7 @@ class _Readers:
         self._is_convolution = isinstance(call.module, CONVOLUTIONS)
         self.in_float = self.returned = False
         self.after_relu = self._is_before_relus(call)
-        self._follow(call, moved=False, activated=False)
+        self._follow(call)
 
     def _is_before_relus(self, call: Call) -> bool:
         """Return True if ReLUs are all that reads a result, also behind what moves elements."""
@@ -588,7 +586,7 @@ class _Readers:
             for reader in readers
         )
 
-    def _follow(self, call: Call, *, moved: bool, activated: bool) -> None:
+    def _follow(self, call: Call) -> None:
         if call.index in self._flow.outputs:
             self.returned = True
         readers = self._flow.consumers(call)
@@ -603,20 +601,10 @@ class _Readers:
                 self.in_float = True
             elif self._view.is_float_layer(reader) or reader.index in self._view.head:
                 self.returned = True
-            elif clips(reader):
-                self._follow(reader, moved=moved, activated=True)
-            elif self._view.moves_elements(reader):
-                self._follow(reader, moved=True, activated=activated)
+            elif clips(reader) or self._view.moves_elements(reader):
+                self._follow(reader)
             elif pads_with_zeros(reader) and self._is_before_convolutions(reader):
                 continue
-            elif (
-                len(readers) == 1
-                and not moved
-                and not activated
-                and self._is_affine(reader, call)
-            ):
-                # It can be folded into the layer, as nothing else reads what stands before it.
-                self._follow(reader, moved=moved, activated=activated)
             else:
                 self.in_float = True
 
@@ -627,11 +615,6 @@ class _Readers:
             isinstance(reader.module, CONVOLUTIONS) and self._view.quantizes(reader)
             for reader in readers
         )
-
-    def _is_affine(self, reader: Call, operand: Call) -> bool:
-        """Return True for the product or sum of a value and stored numbers."""
-        others = [i for i in reader.inputs if i != operand.index]
-        return _operator(reader) in _AFFINE and all(map(self._view.is_stored, others))
 
 
 # --- codes --------------------------------------------------------------------------------------

@@ -102,8 +102,8 @@ class GraphBuilder(graph.GraphBuilder):
     def add_bias(self, node: fx.Node, value: Constant) -> fx.Node | None:
         """Give a constant to the layer that ``node`` calls as its bias if it may.
 
-        It has one number for each output channel: (out,), or (1, out, 1, 1) of an image; the first
-        dimension may be missing.
+        It has one number for each output channel: (out,) or (1, out) of tokens, and of an image
+        (1, out, 1, 1) or (out, 1, 1).
         """
         layer: Any = None
         if node.op == "call_module":
@@ -113,7 +113,10 @@ class GraphBuilder(graph.GraphBuilder):
             return None
         shape = list(value.tensor.shape)
         if type(layer) is nn.Linear:
-            is_bias = shape == [layer.out_features]
+            result = self.shapes.get(names[0]) if names else None
+            most = 1 if result is None else len(result)
+            of_tokens = [*(1 for _ in shape[1:]), layer.out_features]
+            is_bias = shape == of_tokens and len(shape) <= most
         else:
             of_channels = [layer.out_channels, *(1 for _ in layer.kernel_size)]
             is_bias = shape in (of_channels, [1, *of_channels])
