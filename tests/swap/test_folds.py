@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import torchq
 from tests.fusion.common import randomized
+from torchq.fusion.unfolded import keeps_norm
 from torchq.nn import TensorQuantizer
 from torchq.swap import Plan, plan_of
 
@@ -457,3 +458,19 @@ def test_a_refused_fold_is_forgotten_once_it_succeeds_and_survives_files(
         report = torchq.fuse_(one, x, progress=False)
         assert report.refused == ()
         assert plan_of(one).share == whole
+
+
+def test_a_call_that_fails_notes_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = of_norms("numbers")
+    model[4].running_var[0] = -1.0  # type: ignore[operator]
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("interrupted")
+
+    monkeypatch.setattr("torchq.fusion.api.recording", fails)
+    with pytest.raises(RuntimeError, match="interrupted"):
+        torchq.fuse_(model, torch.randn(2, 3, 24, 24), progress=False)
+    assert not any(map(keeps_norm, model.modules()))
+    monkeypatch.undo()
+    torchq.fuse_(model, torch.randn(2, 3, 24, 24), progress=False)
+    assert keeps_norm(model[3])

@@ -345,12 +345,14 @@ def _finish(
         return report
     if dry_run:
         return report
-    keep_norms_(model, trial.keeping)
     if not trial.edits:
+        keep_norms_(model, trial.keeping)
         return report
     with undone_on_error(model), recording(model, report.record):
         for edit in trial.edits:
             edit.apply(model)
+    # Last, as a call that fails changes nothing.
+    keep_norms_(model, trial.keeping)
     return replace(report, applied=True)
 
 

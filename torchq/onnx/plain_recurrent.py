@@ -37,17 +37,19 @@ def _rnn(
 ) -> tuple[Any, Any]:
     """Return the results of a layer, as nodes of a graph.
 
+    The arguments are those of ``torch.rnn_tanh`` and ``torch.rnn_relu``.
+
     Args:
         x: (steps, N, in), or (N, steps, in) if ``batch_first``.
-        hx: (levels * directions, N, hidden)
-        params: for each level and direction: (hidden, in), (hidden, hidden), and with biases two of
-            (hidden,)
-        has_biases: see there.
+        hx: the first states, (levels * directions, N, hidden).
+        params: for each level and direction the weights (hidden, in) and (hidden, hidden), and two
+            biases (hidden,) if there are any.
+        has_biases: there are biases.
         num_layers: how many levels there are.
-        dropout: between levels in training; not in a file.
-        train: whether the model trains; not in a file.
+        dropout: between levels while a model trains, so not in a file.
+        train: the model trains, which a file does not.
         bidirectional: there are two directions.
-        batch_first: see there.
+        batch_first: N is the first dimension of inputs and results.
         activation: "Tanh" or "Relu".
 
     Returns:

@@ -101,11 +101,9 @@ def larger_size(first: Any, second: Any) -> Any:
     """Return the larger one of two sizes: numbers, symbols, or tensors in a TorchScript trace."""
     if isinstance(first, Tensor):
         return torch.clamp_min(first, second)
-    return (
-        torch.clamp_min(second, first)
-        if isinstance(second, Tensor)
-        else torch.sym_max(first, second)
-    )
+    if isinstance(second, Tensor):
+        return torch.clamp_min(second, first)
+    return torch.sym_max(first, second)
 
 
 @one_call
@@ -113,11 +111,9 @@ def smaller_size(first: Any, second: Any) -> Any:
     """Return the smaller one of two sizes; see :func:`larger_size`."""
     if isinstance(first, Tensor):
         return torch.clamp_max(first, second)
-    return (
-        torch.clamp_max(second, first)
-        if isinstance(second, Tensor)
-        else torch.sym_min(first, second)
-    )
+    if isinstance(second, Tensor):
+        return torch.clamp_max(second, first)
+    return torch.sym_min(first, second)
 
 
 #: From an operator to the functions of two tensors and of two sizes; None where sizes have none.
