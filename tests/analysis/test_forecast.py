@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
+import torchq.runtimes.engine
 from torchq.analysis import TargetForecast, TimedFile
 from torchq.analysis.forecast import FLOAT, INT8, LAYERS
 from torchq.errors import ConfigError
@@ -155,6 +156,42 @@ def test_nothing_is_written_without_a_folder(
         "not here; 100.0% of the multiply-adds quantized"
     )
     assert list(tmp_path.iterdir()) == []
+
+
+class KnowsItsShape(nn.Module):
+    """Makes a grid anew where the shape is another one, as heads of detectors do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.shape: torch.Size | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        if self.shape != x.shape:
+            self.shape = x.shape
+            self.grid = torch.arange(x.shape[-1]).float()
+        return x + self.grid
+
+
+def test_a_forward_that_reads_lengths_is_exported_the_quick_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A file that is only timed need not hold for other inputs."""
+    ways: list[tuple[bool, bool]] = []
+    write = torchq.runtimes.engine.export_graph
+
+    def watched(*args: object, **options: object) -> object:
+        ways.append((bool(options["dynamo"]), bool(options["for_all_inputs"])))
+        return write(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torchq.runtimes.engine, "export_graph", watched)
+    example = torch.rand(1, 3, 8, 8)
+    found = torchq.forecast(
+        KnowsItsShape().eval(), example, ["onnxruntime"], threads=1, progress=False
+    )
+    assert found.targets[0].gain is not None
+    assert set(ways) == {(False, False)}
 
 
 def test_wrong_arguments_are_named() -> None:

@@ -179,7 +179,14 @@ SHAPE: dict[str, Any] = {
     "num_attention_heads": 4,
     "intermediate_size": 64,
 }
-PICTURES = {"pixel_values": torch.rand(2, 3, 32, 32)}
+
+
+def values(*shape: int) -> torch.Tensor:
+    """Return random numbers, the same in each run."""
+    return torch.rand(shape, generator=torch.Generator().manual_seed(0))
+
+
+PICTURES = {"pixel_values": values(2, 3, 32, 32)}
 WORDS = {
     "input_ids": torch.arange(24).view(2, 12),
     "attention_mask": torch.ones(2, 12, dtype=torch.long).index_fill_(
@@ -256,8 +263,8 @@ ATTENDING: dict[str, tuple[Any, dict[str, torch.Tensor], int]] = {
         2,
     ),
     "dinov2": (dinov2, PICTURES, 2),
-    "whisper": (whisper_encoder, {"input_features": torch.rand(2, 8, 40)}, 2),
-    "segformer": (segformer, {"pixel_values": torch.rand(1, 3, 64, 64)}, 4),
+    "whisper": (whisper_encoder, {"input_features": values(2, 8, 40)}, 2),
+    "segformer": (segformer, {"pixel_values": values(1, 3, 64, 64)}, 4),
     "heads that share keys": (llama, WORDS, 2),
     "biases of positions": (t5_encoder, WORDS, 2),
 }

@@ -141,11 +141,17 @@ class Task:
         return self.outcome if model is self.model else call_once(model, self.example)
 
     def graph(
-        self, runtime: Runtime | None, dynamo: bool, lengths: OpenLengths
+        self,
+        runtime: Runtime | None,
+        dynamo: bool,
+        lengths: OpenLengths,
+        *,
+        for_all_inputs: bool = True,
     ) -> tuple[Tensor, GraphInterface]:
         """Return the model as an ONNX file for a runtime, or the float one for None."""
         file = None if runtime is None else runtime.file
-        key = (runtime is None, file, dynamo, self.lengths.index(lengths))
+        place = self.lengths.index(lengths)
+        key = (runtime is None, file, dynamo, place, for_all_inputs)
         if key not in self._graphs:
             model = self.float_model if runtime is None else self.model
             try:
@@ -156,6 +162,7 @@ class Task:
                     target=runtime,
                     dynamo=dynamo,
                     lengths=lengths,
+                    for_all_inputs=for_all_inputs,
                 )
             except ExportError as error:
                 self._graphs[key] = error

@@ -140,10 +140,12 @@ def export_graph(
     target: Runtime | None,
     dynamo: bool,
     lengths: OpenLengths,
+    for_all_inputs: bool = True,
 ) -> tuple[Tensor, GraphInterface]:
     """Return the bytes of an ONNX file of the model, and what the graph takes and returns.
 
-    ``outcome`` is what the model returns for the example.
+    ``outcome`` is what the model returns for the example. Without ``for_all_inputs`` the graph may
+    hold the way of this example alone, as it does where a forward asks for values or lengths.
     """
     results, structure = flatten(outcome)
     opened = {
@@ -153,7 +155,7 @@ def export_graph(
     with (
         tempfile.TemporaryDirectory() as folder,
         _flat_results(model, structure),
-        _quiet() if dynamo else _without_warnings_of_tracing(),
+        _without_warnings_of_tracing() if for_all_inputs and not dynamo else _quiet(),
     ):
         path = Path(folder, "model.onnx")
         export_onnx(
@@ -197,7 +199,8 @@ def _flat_results(model: nn.Module, structure: Structure) -> Iterator[None]:
 def _quiet() -> Iterator[None]:
     """Keep warnings and the printed graphs of torch's exporters from the user.
 
-    What they say is checked afterwards: the results, and lengths that were taken for constants.
+    What they say is checked afterwards: the results, and lengths that were taken for constants. Or
+    it is of no account, as the graph is for one example.
     """
     with warnings.catch_warnings(), _quiet_output():
         warnings.simplefilter("ignore")
