@@ -6,15 +6,15 @@ and what it could not. May import workflow and below.
 
 from torchq.ptq.adaround import AdaRoundBlock, AdaRoundReport, adaround_
 from torchq.ptq.bias_correction import correct_bias_
-from torchq.ptq.equalization import (
+from torchq.ptq.gptq import GPTQLayer, GPTQReport, gptq_
+from torchq.ptq.smoothing import SmoothedGroup, SmoothReport, smooth_
+from torchq.ptq.tuning import TunedConfig, TuneResult, TuneTrial, tune
+from torchq.workflow.equalization import (
     EqualizedPair,
     EqualizeReport,
     equalize_,
     equalize_depthwise_,
 )
-from torchq.ptq.gptq import GPTQLayer, GPTQReport, gptq_
-from torchq.ptq.smoothing import SmoothedGroup, SmoothReport, smooth_
-from torchq.ptq.tuning import TunedConfig, TuneResult, TuneTrial, tune
 
 __all__ = [
     "AdaRoundBlock",

@@ -26,17 +26,11 @@ from torchq.graph import Forward, map_tensors, tensors_in
 from torchq.nn import TensorQuantizer
 from torchq.ptq.gptq import BlockRounding
 from torchq.ptq.judging import Judge
-from torchq.ptq.layers import (
-    check_on_grid,
-    find_layers,
-    grid_of,
-    own_tensors,
-    report_text,
-    weight_quantizer,
-)
+from torchq.ptq.layers import check_on_grid, find_layers, grid_of, weight_quantizer
 from torchq.ptq.replay import Block, Replay, copied, replaced_forward
 from torchq.utils import Pattern, evaluating, network_of, undone_on_error
 from torchq.workflow import weight_quantizers
+from torchq.workflow.layer_changes import own_tensors, report_text
 from torchq.workflow.layer_matrices import weight_from_matrix
 from torchq.workflow.runs import Comparison
 

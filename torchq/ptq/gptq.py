@@ -25,16 +25,14 @@ from torchq.nn.correction import forget_corrections
 from torchq.ptq.judging import Judge
 from torchq.ptq.layers import (
     Grid,
-    check_finite,
     check_on_grid,
     find_layers,
     grid_of,
-    own_tensors,
-    report_text,
     weight_quantizer,
 )
 from torchq.ptq.replay import Block, Replay
 from torchq.utils import Pattern, evaluating, network_of, undone_on_error
+from torchq.workflow.layer_changes import check_finite, own_tensors, report_text
 from torchq.workflow.layer_matrices import (
     input_matrix,
     output_matrix,

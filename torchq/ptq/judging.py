@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from torchq.graph import Forward
 from torchq.nn import switched_off
-from torchq.ptq.layers import own_tensors
 from torchq.utils import device_of, kept_batches, undone_on_error
 from torchq.workflow import quantizers
+from torchq.workflow.layer_changes import own_tensors
 from torchq.workflow.runs import Comparison, NoiseSums, Runs, shortened
 
 #: One of so many batches is not learned from, where there are as many.

@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 from torchq.errors import ConfigError
 from torchq.graph import Forward, call_model, is_torch_leaf, map_tensors, record
 from torchq.nn import Add, switched_off
-from torchq.ptq.layers import first_input, in_order
 from torchq.utils import (
     Pattern,
     check_pattern,
@@ -34,6 +33,7 @@ from torchq.utils import (
     watching,
 )
 from torchq.workflow import quantizers
+from torchq.workflow.layer_changes import first_input, in_order
 
 Kind = Literal["float", "quantized"]
 Patterns = Pattern | Sequence[Pattern] | None

@@ -19,21 +19,7 @@ from torch import Tensor, nn
 from torchq.errors import ConfigError
 from torchq.graph import Call, Flow, Forward, call_model, record
 from torchq.nn import QuantModule, TensorQuantizer, switched_off, switched_on
-from torchq.ptq.layers import (
-    SHARED,
-    change_checked,
-    check_finite,
-    check_found,
-    check_not_calibrated,
-    first_input,
-    float_outputs,
-    is_leaf,
-    is_shared,
-    largest_change,
-    report_text,
-    scale_,
-    why_fixed,
-)
+from torchq.ptq.layers import SHARED, check_found
 from torchq.utils import (
     device_of,
     evaluating,
@@ -44,6 +30,19 @@ from torchq.utils import (
     watching,
 )
 from torchq.workflow import quantizers
+from torchq.workflow.layer_changes import (
+    change_checked,
+    check_finite,
+    check_not_calibrated,
+    first_input,
+    float_outputs,
+    is_leaf,
+    is_shared,
+    largest_change,
+    report_text,
+    scale_,
+    why_fixed,
+)
 from torchq.workflow.layer_matrices import channel_ranges, spread
 from torchq.workflow.linear_factors import (
     channel_factors,

@@ -28,7 +28,6 @@ from torchq.graph.operators import CONVOLUTIONS, LAYERS
 from torchq.nn import QuantModule
 from torchq.ptq.adaround import adaround_
 from torchq.ptq.bias_correction import correct_bias_
-from torchq.ptq.equalization import equalize_, equalize_depthwise_, is_depthwise
 from torchq.ptq.gptq import gptq_
 from torchq.ptq.smoothing import smooth_
 from torchq.runtime import Runtime, runtime_of
@@ -45,6 +44,7 @@ from torchq.utils import (
     wrap,
 )
 from torchq.workflow import CalibrationReport, calibrate, quantizers, weight_quantizers
+from torchq.workflow.equalization import equalize_, equalize_depthwise_, is_depthwise
 
 log = logging.getLogger(__name__)
 

@@ -29,7 +29,16 @@ from torchq.fusion.modules import is_layer
 from torchq.graph import Call, Flow, Forward, call_model, record
 from torchq.graph.operators import DROPOUTS, LAYERS, POOLS, TRANSPOSED
 from torchq.nn import TensorQuantizer, switched_off
-from torchq.ptq.layers import (
+from torchq.utils import (
+    device_of,
+    evaluating,
+    kept_batches,
+    network_of,
+    progress_bar,
+    state_kept,
+    watching,
+)
+from torchq.workflow.layer_changes import (
     change_checked,
     check_finite,
     check_not_calibrated,
@@ -43,17 +52,8 @@ from torchq.ptq.layers import (
     scale_,
     why_fixed,
 )
-from torchq.utils import (
-    device_of,
-    evaluating,
-    kept_batches,
-    network_of,
-    progress_bar,
-    state_kept,
-    watching,
-)
-from torchq.workflow import quantizers
 from torchq.workflow.layer_matrices import channel_ranges, spread
+from torchq.workflow.modes import quantizers
 
 # The rounds over all pairs end when no factor differs from 1 by more, or after so many.
 _CONVERGED, _ROUNDS = 1e-4, 20
