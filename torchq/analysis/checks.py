@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,13 @@ from torchq.analysis.layers import (
     largest_of_channels,
     layers_with_weights,
     line_equalized,
+    line_even_inputs,
     line_with,
     lines_without,
     named_target,
     passing,
 )
-from torchq.analysis.outputs import Outputs
+from torchq.analysis.outputs import GOOD_RATIO, Outputs
 from torchq.errors import ConfigError
 from torchq.fusion.modules import is_layer, is_norm
 from torchq.graph import Call, Flow, is_torch_leaf, record
@@ -236,30 +237,78 @@ def _maker(flow: Flow, call: Call) -> Call:
 
 #: By how many dB the outputs must come nearer to float for an input to be worth healing.
 _HEALED = 1.0
-_RULED = (
-    "  # where a ReLU lies between two layers; else 16 bits or float for this input"
-)
+#: By how many dB even channels may stay behind 16 bits and float: they keep codes and speed.
+_NEARLY = 3.0
+
+
+@dataclass(frozen=True)
+class Evened:
+    """The outputs beside those in float, in dB, before and after channels are made even.
+
+    Attributes:
+        function: what makes them even, of ``torchq.ptq``.
+        now: with the model as it is.
+        anew: with one that is calibrated anew on the batches at hand.
+        evened: the same, with even channels.
+    """
+
+    #: What outputs must gain for even channels to be worth it.
+    LEAST_GAIN: ClassVar[float] = _HEALED
+
+    function: str
+    now: float
+    anew: float
+    evened: float
+
+    @property
+    def gain(self) -> float:
+        """How many dB even channels gain, beyond what a new calibration does."""
+        return self.evened - max(self.now, self.anew)
+
+    @property
+    def helps(self) -> bool:
+        """True where they gain enough."""
+        return self.gain >= self.LEAST_GAIN
+
+    def line(self, target: str | None) -> str:
+        """Return the line that quantizes a quantized ``model`` anew, with even channels."""
+        if self.function == "equalize_":
+            return line_equalized(target)
+        return line_even_inputs(target)
 
 
 @dataclass(frozen=True)
 class Healing:
-    """The outputs beside those in float, in dB, with an input as it is, in 16 bits, in float."""
+    """The outputs beside those in float, in dB, with an input as it is, in 16 bits, in float.
+
+    ``even`` tells what even channels do, where factors reach that input.
+    """
 
     now: float
     wide: float
     as_float: float
+    even: Evened | None = None
 
     @property
     def gain(self) -> float:
-        """How many dB the better of both cures gains."""
-        return max(self.wide, self.as_float) - self.now
+        """How many dB the best cure gains."""
+        gain = max(self.wide, self.as_float) - self.now
+        return gain if self.even is None else max(gain, self.even.gain)
+
+    @property
+    def wants_even_channels(self) -> bool:
+        """True where even channels are enough: nearly as good as the others, or good outputs."""
+        if self.even is None or not self.even.helps:
+            return False
+        enough = min(max(self.wide, self.as_float) - _NEARLY, GOOD_RATIO)
+        return self.even.evened >= enough
 
     def remedy(self, layer: str, target: str | None) -> str:
         """Return the call that gives the layer of this path what heals it, for a target."""
-        if self.gain < _HEALED:
-            return (
-                "nothing: neither 16 bits nor float bring the outputs nearer to float"
-            )
+        if self.even is not None and self.wants_even_channels:
+            return self.even.line(target)
+        if max(self.wide, self.as_float) - self.now < _HEALED:
+            return f"nothing: {self._tried} bring the outputs no nearer to float"
         if self.wide >= self.as_float - _HEALED:
             slots = "input=torchq.QuantDescriptor(16), weight=torchq.QuantDescriptor(axis=0)"
             rule = f"torchq.Rule({layer!r}, {slots})"
@@ -272,8 +321,22 @@ class Healing:
     def __str__(self) -> str:
         return (
             f"the outputs are {self.now:.1f} dB from float, {self.wide:.1f} with this input in 16 "
-            f"bits, {self.as_float:.1f} with it in float"
+            f"bits, {self.as_float:.1f} with it in float{self._evened}"
         )
+
+    @property
+    def _tried(self) -> str:
+        if self.even is None:
+            return "16 bits and float"
+        return f"{self.even.function}, 16 bits and float"
+
+    @property
+    def _evened(self) -> str:
+        if self.even is None:
+            return ""
+        anew = self.even.anew
+        also = f" ({anew:.1f} calibrated anew without)" if anew > self.now else ""
+        return f", {self.even.evened:.1f} with channels evened by {self.even.function}{also}"
 
 
 @dataclass(frozen=True)
@@ -282,7 +345,8 @@ class Patient:
 
     ``seen`` is what a run on batches showed, or None without batches. ``outputs`` and ``cures``
     are those of a model without errors; ``healed`` tells of inputs that one channel rules, by
-    path, what wider codes and float do to the outputs.
+    path, what wider codes, float and even channels do to the outputs; ``even_inputs`` tells what
+    even channels of what depthwise layers read do.
     """
 
     model: nn.Module
@@ -292,6 +356,7 @@ class Patient:
     outputs: Outputs | None = None
     cures: tuple[Cure, ...] = ()
     healed: Mapping[str, Healing] = field(default_factory=dict)
+    even_inputs: Evened | None = None
 
     @property
     def target(self) -> str | None:
@@ -719,7 +784,9 @@ def ruling_channel(patient: Patient) -> Found:
         )
         healing = patient.healed.get(ruling.path)
         if healing is None:
-            remedy = f"{line_equalized(patient.target)}{_RULED}"
+            remedy = (
+                "ask again once the worst inputs are healed: they alone were measured"
+            )
             yield "info", ruling.path, evidence, remedy
             continue
         severity: Severity = "warning" if healing.gain >= _HEALED else "info"

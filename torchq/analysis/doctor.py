@@ -7,14 +7,13 @@ layer in float its speed for ever.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchq.analysis.checks import (
     BYTE,
@@ -22,10 +21,8 @@ from torchq.analysis.checks import (
     SEVERITIES,
     Cure,
     Finding,
-    Healing,
     Observation,
     Patient,
-    Ruling,
     Severity,
     damage,
     exceeded,
@@ -39,14 +36,13 @@ from torchq.analysis.layers import (
     line_with,
     lines_without,
     named_target,
-    passing,
 )
-from torchq.analysis.outputs import Outputs, Sqnr, compare_outputs, user_metric
+from torchq.analysis.outputs import Outputs, compare_outputs, user_metric
 from torchq.analysis.sensitivity import SensitivityReport, sensitivity
+from torchq.analysis.trials import Trials, has_rounded_weights
 from torchq.errors import ConfigError, QuantizationError
 from torchq.graph import Forward, call_arguments, call_model
-from torchq.nn import QuantModule, TensorQuantizer
-from torchq.nn.tensor_quantizer import Delegate
+from torchq.nn import TensorQuantizer
 from torchq.runtime import runtime_of
 from torchq.runtimes.beside_float import speed_line
 from torchq.swap import plan_of
@@ -57,7 +53,6 @@ from torchq.utils import (
     network_of,
     progress_bar,
     uncompiled,
-    untouched,
     unwrapped,
     wrap,
 )
@@ -214,7 +209,7 @@ def doctor(
         observation,
         lambda: compare_outputs(model, sample_batches or (), metric, **options),
         lambda: ranking_of(model, sample_batches or (), metric, **options),
-        lambda rulings: healings(model, sample_batches or (), rulings, run),
+        Trials(model, sample_batches or (), forward),
     )
     if timed and sample_batches and report.ok and forward is None:
         args, kwargs = call_arguments(model, sample_batches[0])
@@ -241,14 +236,14 @@ def examine(
     seen: Observation | None,
     outputs: Callable[[], Outputs],
     ranking: Callable[[], SensitivityReport],
-    heal: Callable[[Sequence[Ruling]], Mapping[str, Healing]],
+    trials: Trials,
 ) -> DoctorReport:
-    """Return the report of :func:`doctor`; the functions are called if they are needed."""
+    """Return the report of :func:`doctor`; what costs time is called if it is needed."""
     by_path = known_quantizers(model)
     patient = Patient(model, by_path, weight_quantizers(model), seen)
     rulings = ruling_channels(patient)
     if rulings:
-        patient = replace(patient, healed=heal(rulings))
+        patient = replace(patient, healed=trials.healings(rulings))
     chosen = [
         kind for kind in CHECKS if seen is not None or not CHECKS[kind].needs_batches
     ]
@@ -262,9 +257,10 @@ def examine(
         if compared.grade != "good" and (
             compared.comparable or compared.score is not None
         ):
-            patient = replace(
-                patient, cures=tuple(cures(patient, damage_shares(ranking())))
-            )
+            shares = damage_shares(ranking())
+            even_inputs = trials.even_inputs(seen, shares)
+            patient = replace(patient, even_inputs=even_inputs)
+            patient = replace(patient, cures=tuple(cures(patient, shares)))
         findings += [Finding("damage", *row) for row in damage(patient)]
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     skipped = tuple(kind for kind in CHECKS if kind not in chosen)
@@ -277,65 +273,6 @@ def examine(
         cures=patient.cures,
         share="" if share is None else str(share),
     )
-
-
-def healings(
-    model: nn.Module,
-    batches: Sequence[object],
-    rulings: Sequence[Ruling],
-    run: Callable[[Any], object],
-) -> dict[str, Healing]:
-    """Measure what 16 bits, and float, for inputs that one channel rules do to the outputs.
-
-    The worst few alone, on the first batch: each takes two runs.
-    """
-    by_path = quantizers(model)
-    with untouched(model):
-        with passing(model):
-            exact = run(batches[0])
-
-        def measured() -> float:
-            sums = Sqnr().sums(run(batches[0]), exact, batches[0])
-            return Sqnr().value(sums)
-
-        now = measured()
-        found: dict[str, Healing] = {}
-        for ruling in rulings[:_BLAMED]:
-            quantizer = by_path[ruling.path]
-            with delegated(quantizer, partial(_with_16_bits, _wider(quantizer))):
-                wide = measured()
-            with delegated(quantizer, _unchanged):
-                found[ruling.path] = Healing(now, wide, measured())
-    return found
-
-
-def _wider(quantizer: TensorQuantizer) -> TensorQuantizer:
-    """Return a quantizer of the same range with codes of 16 bits."""
-    same = quantizer.descriptor.replace(amax=None, amin=None, learn_amax=False)
-    wide = TensorQuantizer(
-        same.replace(num_bits=2 * BYTE), device=quantizer.amax.device
-    )
-    wide.range = quantizer.range
-    return wide
-
-
-def _with_16_bits(wide: TensorQuantizer, x: Tensor, _: TensorQuantizer) -> Tensor:
-    return wide.apply_own(x)
-
-
-def _unchanged(x: Tensor, _: TensorQuantizer) -> Tensor:
-    return x
-
-
-@contextmanager
-def delegated(quantizer: TensorQuantizer, function: Delegate) -> Iterator[None]:
-    """Let a function quantize in place of a quantizer, inside the ``with`` block."""
-    before = quantizer.delegate
-    quantizer.delegate = function
-    try:
-        yield
-    finally:
-        quantizer.delegate = before
 
 
 def ranking_of(
@@ -385,9 +322,10 @@ def cures(patient: Patient, shares: dict[str, float]) -> list[Cure]:
     layers = [d for d in plan.replaced if d.weight is not None]
     hurt = [d for d in layers if not blamed or set(d.names) & set(blamed)]
     names = {name for d in hurt for name in d.names}
-    rounded = _has_rounded_weights(patient.model)
+    rounded = has_rounded_weights(patient.model)
     candidates = [
         _recalibrate(patient, rounded),
+        _even_channels(patient),
         _wide_inputs(plan, layers),
         _grid(patient, plan, names),
     ]
@@ -418,15 +356,22 @@ def cures(patient: Patient, shares: dict[str, float]) -> list[Cure]:
     return [cure for cure in candidates if cure is not None]
 
 
-@torch.no_grad()
-def _has_rounded_weights(model: nn.Module) -> bool:
-    """Return True if weights of a layer lie on their grid, as ``gptq_`` leaves them."""
-    return any(
-        quantizer.quantizing and torch.equal(quantizer(weight), weight)
-        for module in model.modules()
-        if isinstance(module, QuantModule)
-        for quantizer, weight in module.quantized_weights()
+def _even_channels(patient: Patient) -> Cure | None:
+    """Return the cure for channels of unequal size, where it was seen to help."""
+    wanted = [h.even for h in patient.healed.values() if h.wants_even_channels]
+    if patient.even_inputs is not None and patient.even_inputs.helps:
+        wanted.append(patient.even_inputs)
+    even = max(
+        (e for e in wanted if e is not None), key=attrgetter("gain"), default=None
     )
+    if even is None:
+        return None
+    advice = (
+        "Channels that differ in size share one range. Made even, they bring the outputs "
+        f"{even.gain:.1f} dB nearer to float on these batches, to {even.evened:.1f} dB, and all "
+        "codes keep their width."
+    )
+    return Cure(advice, even.line(patient.target))
 
 
 def _recalibrate(patient: Patient, rounded: bool) -> Cure | None:

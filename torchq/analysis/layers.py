@@ -197,6 +197,14 @@ def line_equalized(target: str | None) -> str:
     return f"torchq.restore_(model); {equalize}; {quantize}; {calibrate}"
 
 
+def line_even_inputs(target: str | None) -> str:
+    """Return the line that quantizes a quantized ``model`` anew, with even depthwise inputs."""
+    quantize = f"torchq.quantize_(model, config, {example_for(target)})"
+    even = "torchq.ptq.equalize_depthwise_(model, batches)"
+    calibrate = "torchq.calibrate(model, batches)"
+    return f"torchq.restore_(model); {quantize}; {even}; {calibrate}"
+
+
 def example_for(target: str | None) -> str:
     """Return the arguments that give an example, and the target where there is one."""
     example = "example=batches[0]"

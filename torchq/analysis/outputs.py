@@ -26,8 +26,10 @@ _NAMES = ("logits", "out")
 _AGREEMENT = (0.99, 0.95)
 #: The same for the metric "detections".
 _DETECTIONS = (0.97, 0.9)
-#: The same for the ratio of signal to noise at the output, where there are no classes.
-_RATIO = (30.0, 20.0)
+#: The ratio of signal to noise at the output, in dB, from which on a model is good.
+GOOD_RATIO = 30.0
+#: The same as of predictions, where there are no classes.
+_RATIO = (GOOD_RATIO, 20.0)
 _GRADES = ("good", "fair", "poor")
 #: Predictions below which their agreement says little.
 _FEW = 100

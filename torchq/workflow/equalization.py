@@ -36,6 +36,7 @@ from torchq.utils import (
     network_of,
     progress_bar,
     state_kept,
+    untouched,
     watching,
 )
 from torchq.workflow.layer_changes import (
@@ -393,6 +394,24 @@ def equalize_depthwise_(
             change, layers, outputs, most, where, _OF_DEPTHWISE
         )
     return EqualizeReport(tuple(equalized), skipped, error)
+
+
+def evened_layers(
+    model: nn.Module, example: object, *, depthwise: bool
+) -> tuple[str, ...]:
+    """Return the paths of the layers for which factors would even out what they read.
+
+    Args:
+        model: float or quantized, calibrated or not; left unchanged.
+        example: arguments of one call.
+        depthwise: by :func:`equalize_depthwise_`; else by :func:`equalize_`.
+    """
+    with untouched(model), switched_off(quantizers(model).values()):
+        if depthwise:
+            pairs, _ = _find_depthwise_pairs(model, example, None)
+        else:
+            pairs, _ = _find_pairs(model, record(model, example, is_leaf))
+    return tuple(pair.names[1] for pair in pairs)
 
 
 def _find_depthwise_pairs(

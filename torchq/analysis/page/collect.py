@@ -14,7 +14,6 @@ from torchq.analysis.doctor import (
     culprits,
     damage_shares,
     examine,
-    healings,
     joined_names,
     ranking_of,
 )
@@ -40,6 +39,7 @@ from torchq.analysis.outputs import (
     plain,
 )
 from torchq.analysis.sensitivity import SensitivityReport
+from torchq.analysis.trials import Trials
 from torchq.calib import Calibrator
 from torchq.errors import CalibrationError, ConfigError, TorchqError
 from torchq.formats import PerTensor
@@ -94,7 +94,7 @@ def collect(
         observation,
         lambda: outputs,
         lambda: ranking,
-        lambda rulings: healings(model, batches, rulings, run),
+        Trials(model, batches, forward),
     )
     worst = [name or "(root)" for name in culprits(damage_shares(ranking))]
     found_plan, plan_note = _plan(model, batches, plan, options)
