@@ -16,6 +16,7 @@ from torchq.analysis.checks import (
     Healing,
     Observation,
     Patient,
+    exceeded,
     observe,
     ruling_channels,
 )
@@ -257,3 +258,16 @@ def test_trials_leave_the_model_as_it_is(make: Any) -> None:
     assert state(model) == before
     for key, value in model.state_dict().items():
         assert torch.equal(value, tensors[key])
+
+
+def test_ranges_that_are_averaged_over_samples_do_not_count_as_short() -> None:
+    """A calibration keeps the mean of what samples reach where the outputs are better for it."""
+    model = quantized(nn.Sequential(nn.Conv2d(3, 4, 3)), None)
+    batches = [torch.cat([x[:3], 12 * x[3:]]) for x in image_batches()]
+    largest = torch.cat(batches).abs().flatten(1).amax(1)
+    assert largest.max() > 2 * largest.mean()
+    patient = Patient(model, quantizers(model), set(), seen_by(model, batches))
+    model[0].input_quantizer.set_amax(largest.mean())
+    assert exceeded(patient) == []
+    model[0].input_quantizer.set_amax(largest.mean() / 1.6)
+    assert exceeded(patient) == ["0.input_quantizer"]

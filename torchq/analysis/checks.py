@@ -46,6 +46,8 @@ _STALE = 2.0
 #: How far values may exceed the range that "max" found on others: as an error, and where outputs
 #: are damaged.
 _APART, _BEYOND = 4.0, 1.5
+#: How far a range may be from what samples reach on average, to be taken for that average.
+_USUAL = 1.25
 #: How far other methods than "max" may cut a range on purpose.
 _CUT = 8.0
 #: Largest over median channel magnitude from which on one scale costs the median channel 4 bits.
@@ -94,21 +96,45 @@ class Cure:
 
 @dataclass
 class Sample:
-    """Some values of tensors, and the ends of all, at most and at least 0."""
+    """Some values of tensors, and the ends of all, at most and at least 0.
+
+    ``means`` are the ends that one index of the first dimension has on average, as calibration
+    averages ranges, and ``count`` is how many indices there were.
+    """
 
     values: list[Tensor] = field(default_factory=list)
     low: float = 0.0
     high: float = 0.0
+    means: tuple[float, float] = (0.0, 0.0)
+    count: int = 0
 
     def add(self, x: Tensor) -> None:
         """Add a tensor that is not empty."""
-        flat = x.detach().reshape(-1)
-        low, high = torch.aminmax(flat)
-        self.low = min(self.low, float(low))
-        self.high = max(self.high, float(high))
+        rows = x.detach().flatten(1) if x.dim() > 1 else x.detach().reshape(1, -1)
+        low, high = torch.aminmax(rows, dim=1)
+        self.low = min(self.low, float(low.min()))
+        self.high = max(self.high, float(high.max()))
+        self._average(low.clamp(max=0), high.clamp(min=0))
+        flat = rows.reshape(-1)
         # Evenly spread elements; a clone, as a view would keep the whole tensor alive.
         step = max(1, flat.numel() // _KEPT)
         self.values.append(flat[::step].float().cpu().clone())
+
+    def _average(self, low: Tensor, high: Tensor) -> None:
+        """Add the ends of the samples of one tensor to the means."""
+        before = self.count
+        self.count += len(low)
+        sums = (float(low.double().sum()), float(high.double().sum()))
+        low_mean, high_mean = (
+            (mean * before + total) / self.count
+            for mean, total in zip(self.means, sums, strict=True)
+        )
+        self.means = low_mean, high_mean
+
+    @property
+    def usual(self) -> float:
+        """The largest magnitude that a sample reaches on average."""
+        return max(-self.means[0], self.means[1])
 
 
 @dataclass
@@ -526,6 +552,9 @@ def reaches(patient: Patient) -> Iterator[tuple[str, float, float, bool]]:
         ):
             # Other methods than "max" cut the range, tenfold with 4 bits, and so does training.
             cuts = d.learn_amax or d.calib_method not in ("max", "moving_average")
+            # And so does calibration, where averages over samples bring outputs nearer to float.
+            is_usual = sample.usual / _USUAL < range_end < sample.usual * _USUAL
+            cuts = cuts or (sample.count > 1 and is_usual)
             yield path, range_end, largest, cuts
 
 
