@@ -826,6 +826,26 @@ def test_ranges_of_channels_bring_results_nearer_to_float() -> None:
     assert by_target["openvino"] < by_target["onnxruntime"] / 4
 
 
+def test_channels_that_were_zeros_in_calibration_take_the_range_of_the_others(
+    path: Path,
+) -> None:
+    torch.manual_seed(0)
+    model = Wise().eval()
+    x = torch.rand(2, 4, 8, 8)
+    x[:, 0] /= 2
+    x[:, 1] = x[:, 1] / 2 + 0.5
+    # A channel that is 0 where the first input is below the second.
+    with torch.no_grad():
+        model.first.weight[3] = torch.tensor([1.0, -1.0, 0.0, 0.0]).view(4, 1, 1)
+        model.first.bias[3] = 0.0
+    quantized(model, x)
+    ranges = model.alone.input_quantizer.amax.flatten()
+    assert ranges[3] == ranges.max()
+    torchq.export_onnx(model, x, path, progress=False)
+    report = torchq.verify_onnx(model, path, [x, x[:, [1, 0, 2, 3]]], progress=False)
+    assert report.ok, report
+
+
 @pytest.mark.parametrize(
     ("layers", "shape"),
     [

@@ -124,6 +124,16 @@ class Range(NamedTuple):
             < torch.finfo(self.high.dtype).tiny
         )
 
+    def without_dead(self, format: Format) -> Range:
+        """Return ranges of which dead ones reach as far as the others; all dead ones stay."""
+        dead = self.dead(format)
+        if bool(dead.all()):
+            return self
+        high = torch.where(dead, self.high.amax(), self.high)
+        if self.low is None:
+            return Range(high)
+        return Range(high, torch.where(dead, self.low.amin(), self.low))
+
     def off_ties(self, format: Format) -> Range:
         """Return a range whose 0 is not halfway between two codes; symmetric ones as they are.
 

@@ -520,6 +520,15 @@ class TensorQuantizer(nn.Module):
         """Return where the known range quantizes everything to 0: bool, the shape of amax."""
         return self._scaled_range().dead(self.descriptor.format)
 
+    def widen_dead_channels(self) -> None:
+        """Give channels of which calibration saw zeros alone the range of all others.
+
+        The simulation would give 0 there whatever comes, and files, which have no scale for that,
+        whole numbers. Where no channel has a range, none gets one.
+        """
+        if isinstance(self.descriptor.axis, tuple) and self.calibrated:
+            self._take(self.range.without_dead(self.descriptor.format))
+
     def set_amax(self, value: object) -> None:
         """Set the range. The host waits for the device, so this is not for the hot path.
 

@@ -597,6 +597,7 @@ def _set_ranges(chosen: Mapping[str, TensorQuantizer]) -> tuple[str, ...]:
             continue
         try:
             quantizer.finish_calibration()
+            quantizer.widen_dead_channels()
         except CalibrationError as error:
             failed[name] = str(error)
     _raise_together(failed)
