@@ -420,6 +420,49 @@ def test_a_learned_range_that_became_negative_is_found() -> None:
     assert "smaller learning rate" in finding.remedy
 
 
+def test_ranges_of_0_are_right_for_what_is_0() -> None:
+    """A channel that a ReLU never lets through may have no range where each has its own."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=8))
+    with torch.no_grad():
+        net[0].weight[2] = 0
+        net[0].bias[2] = -1
+    batches = image_batches()
+    model = simulated(net.eval(), batches, target="openvino", example=batches[0])
+    live = torch.arange(8) != 2
+    quantizer = model[2].input_quantizer
+    quantizer.range = quantizer.range.map(lambda end: end * live.view(end.shape))
+
+    def of_input(report: DoctorReport) -> Finding:
+        found = {finding.name: finding for finding in of(report, "zero_range")}
+        return found["2.input_quantizer"]
+
+    report = examined(model, batches, timed=False)
+    finding = of_input(report)
+    assert finding.severity == "info"
+    assert (
+        "1 of 8 ranges are 0: these channels are 0 in these batches" in finding.evidence
+    )
+    assert report.outputs is not None
+    # Nothing shows that it is so.
+    finding = of_input(examined(model, None))
+    assert (
+        finding.severity == "warning" and "these channels become 0" in finding.evidence
+    )
+    with torch.no_grad():
+        model[0].bias[2] = 1
+    finding = of_input(examined(model, batches))
+    assert finding.severity == "error" and "these channels become 0" in finding.evidence
+
+
+def test_a_range_of_0_is_right_for_a_tensor_of_zeros() -> None:
+    model = simulated(nn.Sequential(nn.Linear(4, 2)), [torch.zeros(3, 4)])
+    (finding,) = of(examined(model, [torch.zeros(3, 4)]), "zero_range")
+    assert finding.severity == "info" and "all that it reads is 0" in finding.evidence
+    (finding,) = of(examined(model, [torch.ones(3, 4)]), "zero_range")
+    assert finding.severity == "error" and "everything becomes 0" in finding.evidence
+
+
 def test_kinds_that_need_a_run_are_named_as_left_out() -> None:
     report = examined(healthy(ConvNet()), None)
     assert {"unseen", "batchnorm_left"} <= set(report.skipped)

@@ -509,8 +509,43 @@ def zero_range(patient: Patient) -> Found:
             remedy = "nothing, if the channels are meant to be 0"
             yield "info", path, f"{share} channels of the weight are 0", remedy
         else:
-            evidence = f"{share} ranges are 0, so everything becomes 0"
-            yield "error", path, evidence, f"{_CALIBRATE}  # data that is not 0"
+            yield _range_of_zero(patient, path, count)
+
+
+def _range_of_zero(
+    patient: Patient, path: str, count: int
+) -> tuple[Severity, str, str, str]:
+    """Return the finding of ranges of 0 for what is no weight; ``count`` tells how many."""
+    quantizer = patient.quantizers[path]
+    total = quantizer.amax.numel()
+    share = f"{count} of {total}"
+    again = f"{_CALIBRATE}  # data that is not 0"
+    if patient.seen is not None and _is_zero_there(patient.seen, quantizer):
+        what = "all that it reads is 0" if count == total else "these channels are 0"
+        evidence = f"{share} ranges are 0: {what} in these batches"
+        return (
+            "info",
+            path,
+            evidence,
+            f"nothing, if that is so in all data; else {again}",
+        )
+    becomes = "everything becomes 0" if count == total else "these channels become 0"
+    # Channels that a ReLU never lets through are usual.
+    is_unsure = patient.seen is None and count < total
+    severity: Severity = "warning" if is_unsure else "error"
+    return severity, path, f"{share} ranges are 0, so {becomes}", again
+
+
+def _is_zero_there(seen: Observation, quantizer: TensorQuantizer) -> bool:
+    """Return True if the float model gives 0 alone to the ranges of a quantizer that are 0."""
+    sample = seen.samples.get(id(quantizer))
+    if sample is None:
+        return False
+    dead = quantizer.dead_ranges().flatten()
+    largest = seen.channels.get(id(quantizer))
+    if largest is None or largest.numel() != dead.numel():
+        return max(-sample.low, sample.high) == 0
+    return not bool(largest.to(dead.device)[dead].any())
 
 
 @check("nan_range")
