@@ -1,8 +1,10 @@
 """Tables fit the terminal."""
 
+import ast
+
 import pytest
 
-from torchq.utils import bullets, markdown_table, table, wrap
+from torchq.utils import bullets, markdown_table, table, wrap, wrap_code
 
 ROWS = [("name", "reason", "n"), ("a", "one two three four five six seven", "10")]
 
@@ -54,3 +56,43 @@ def test_findings_are_grouped_and_wrapped() -> None:
     assert "layer5 and 3 more: is float: exclude it" in " ".join(message.split())
     assert message.splitlines()[-1] == "- all"
     assert max(map(len, message.splitlines())) <= 40
+
+
+CODE = [
+    "torchq.restore_(model); torchq.quantize_(model, config, target='a b', example=batches[0]); "
+    "torchq.calibrate(model, batches)",
+    "for q in select(model, ['one', 'two', 'three']).values(): q.quantizing = False\n"
+    "torchq.calibrate(model, batches, force=True)",
+    "torchq.calibrate(model, batches)  # with pictures of the objects that it is to find",
+]
+
+
+@pytest.mark.parametrize("code", CODE)
+@pytest.mark.parametrize("width", range(20, 140))
+def test_code_of_any_width_can_be_pasted(code: str, width: int) -> None:
+    shown = wrap_code(code, first="  -> ", indent="     ", width=width)
+    assert shown.startswith("  -> ")
+    pasted = shown.removeprefix("  -> ")
+    assert ast.dump(ast.parse(pasted)) == ast.dump(ast.parse(code))
+    if width >= 100:
+        assert max(map(len, shown.splitlines())) <= width
+    if width > len(code) + 5 and "\n" not in code:
+        assert pasted == code
+
+
+def test_code_is_broken_inside_brackets_and_comments_alone() -> None:
+    code = "a = f(one, 'two three', four)  # and a comment of some words"
+    shown = wrap_code(code, first="> ", indent="  ", width=24)
+    assert shown.splitlines() == [
+        "> a = f(one,",
+        "  'two three', four)",
+        "  # and a comment of",
+        "  # some words",
+    ]
+
+
+def test_sentences_among_code_are_wrapped_between_words() -> None:
+    text = "nothing, if these channels are meant to be 0"
+    shown = wrap_code(text, first="> ", indent="  ", width=24)
+    assert shown == wrap(f"> {text}", indent="  ", width=24)
+    assert len(shown.splitlines()) > 1

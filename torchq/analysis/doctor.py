@@ -55,6 +55,7 @@ from torchq.utils import (
     uncompiled,
     unwrapped,
     wrap,
+    wrap_code,
 )
 from torchq.workflow import quantizers, weight_quantizers
 from torchq.workflow.correction import uncorrected
@@ -141,7 +142,7 @@ class DoctorReport:
                 )
             if len(alike) > _SHOWN:
                 lines.append(f"  and {len(alike) - _SHOWN} more")
-            lines.append(wrap(f"  -> {remedy}", indent="     "))
+            lines.append(wrap_code(remedy, first="  -> ", indent="     "))
         return "\n".join([*lines, self.headline])
 
 
@@ -428,8 +429,13 @@ def _grid(patient: Patient, plan: Plan, names: set[str]) -> Cure | None:
     few = len(names & one_signed)
     if plan.target is not None or not few:
         return None
+    read = (
+        "An input without negative values has"
+        if few == 1
+        else f"{few} inputs without negative values have"
+    )
     advice = (
-        f"{few} inputs without negative values have signed codes, of which half are wasted: a "
+        f"{read} signed codes, of which half are wasted: a "
         "target, such as this one, chooses the codes for the values, where it has such codes."
     )
     return Cure(advice, line_with(f"config, {named_target()}"))

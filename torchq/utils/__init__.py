@@ -47,7 +47,7 @@ from torchq.utils.random_state import (
 )
 from torchq.utils.registry import Registry
 from torchq.utils.tensors import dense_numbers, same_numbers
-from torchq.utils.text import bullets, listed, markdown_table, table, wrap
+from torchq.utils.text import bullets, listed, markdown_table, table, wrap, wrap_code
 
 __all__ = [
     "bullets",
@@ -98,4 +98,5 @@ __all__ = [
     "watching",
     "why_no_model",
     "wrap",
+    "wrap_code",
 ]

@@ -1,5 +1,6 @@
 """Text for the terminal: aligned tables and wrapped paragraphs, as wide as the window."""
 
+import ast
 import shutil
 import textwrap
 from collections.abc import Sequence
@@ -78,6 +79,75 @@ def wrap(text: str, *, indent: str = "", width: int | None = None) -> str:
         textwrap.fill(line, limit, subsequent_indent=indent, break_on_hyphens=False)
         for line in text.splitlines()
     )
+
+
+def wrap_code(
+    text: str, *, first: str = "", indent: str = "", width: int | None = None
+) -> str:
+    """Return lines of code, broken at ``width`` where they stay what they are to Python.
+
+    That is inside brackets, where later lines begin with ``indent``, and in comments. What is no
+    code is wrapped between words. The text begins with ``first``, code on later lines with nothing,
+    so that all of it can be pasted.
+    """
+    limit = _terminal_width() if width is None else width
+    lines = []
+    for number, line in enumerate(text.splitlines()):
+        begin = "" if number else first
+        if _is_code(line):
+            lines += _broken_code(line, begin, indent, limit)
+        else:
+            lines.append(wrap(begin + line, indent=indent, width=width))
+    return "\n".join(lines)
+
+
+def _is_code(line: str) -> bool:
+    try:
+        ast.parse(line.strip())
+    except SyntaxError:
+        return False
+    return True
+
+
+def _broken_code(line: str, first: str, indent: str, limit: int) -> list[str]:
+    """Return a line of code as several, no longer than the limit where there is a place."""
+    code, mark, comment = line.partition("  # ")
+    head, *parts = _parts_of_code(code)
+    lines = [first + head]
+    for part in parts:
+        if len(lines[-1]) + 1 + len(part) <= limit:
+            lines[-1] += f" {part}"
+        else:
+            lines.append(indent + part)
+    if mark:
+        in_one_line = f"{lines[-1]}  # {comment}"
+        if len(in_one_line) <= limit:
+            lines[-1] = in_one_line
+        else:
+            begin = f"{indent}# "
+            lines += textwrap.wrap(
+                begin + comment, limit, subsequent_indent=begin, break_on_hyphens=False
+            )
+    return lines
+
+
+def _parts_of_code(code: str) -> list[str]:
+    """Return code, split at the spaces inside brackets and outside of strings."""
+    parts = [""]
+    depth = 0
+    quote = ""
+    for character in code:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+        else:
+            depth += (character in "([{") - (character in ")]}")
+        if character == " " and depth and not quote:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
 
 
 def listed(names: Sequence[str]) -> str:
