@@ -424,6 +424,18 @@ def test_what_overflows_stays_in_float32_with_its_readers(tmp_path: Path) -> Non
     assert torchq.verify_onnx(model, path, [x], progress=False).ok
 
 
+def test_what_overflows_may_have_an_input_that_is_left_out(tmp_path: Path) -> None:
+    """A resize has one between its input and its factors."""
+    layers = nn.Conv2d(8, 8, 3), nn.Upsample(scale_factor=2), nn.Conv2d(8, 8, 3)
+    model = nn.Sequential(*layers)
+    with torch.no_grad():
+        for parameter in model[0].parameters():
+            parameter.mul_(1e6)
+    path = tmp_path / "m.onnx"
+    written(model, torch.randn(2, 8, 12, 12), path)
+    assert any(where.startswith("Resize") for where in check_file(path).kept.values())
+
+
 def test_the_report_tells_how_to_build_an_engine_and_what_was_not_run(
     tmp_path: Path,
 ) -> None:

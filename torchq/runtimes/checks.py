@@ -29,10 +29,12 @@ ACTIVATIONS = tuple(
 
 def layer_name(node: Node) -> str:
     """Return the module of a layer, from its weight's quantizer, or else the node's name."""
-    stored = str(node.inputs[1].name) if len(node.inputs) > 1 else ""
+    # The place may be empty, as that of a Resize is.
+    weight = node.inputs[1] if len(node.inputs) > 1 else None
+    stored = "" if weight is None else str(weight.name)
     if stored.endswith(f".weight_quantizer{FLOAT_WEIGHT}"):
         return stored.removesuffix(f".weight_quantizer{FLOAT_WEIGHT}")
-    producer = computed_by(node.inputs[1]) if len(node.inputs) > 1 else None
+    producer = computed_by(weight)
     while producer is not None and producer.op_type in ("Cast", "Transpose"):
         producer = computed_by(producer.inputs[0])
     name = "" if producer is None else str(producer.name or "")
