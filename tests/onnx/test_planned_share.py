@@ -107,6 +107,23 @@ class Attention(nn.Module):
         return self.last(found.transpose(2, 3).reshape(-1, 16, 4, 4))
 
 
+class Einsums(nn.Module):
+    """Attention of two einsums, and a weight that a third one reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 16, 8, 8)
+        self.queries = nn.Linear(16, 16)
+        self.mix = nn.Parameter(torch.randn(16, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        queries, keys = (part.unflatten(-1, (2, 8)) for part in (self.queries(x), x))
+        weights = torch.einsum("bqhd, bkhd -> bhqk", queries, keys).softmax(-1)
+        found = torch.einsum("...qk,...kd->...qd", weights, keys.transpose(1, 2))
+        return torch.einsum("bqc,cd->bqd", found.transpose(1, 2).flatten(2), self.mix)
+
+
 class Patches(nn.Module):
     """Patches of resized images, of which TorchScript asks how many there are."""
 
@@ -205,6 +222,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "padded": (padded, PICTURES),
     "groups": (grouped, PICTURES),
     "attention": (Attention, PICTURES),
+    "calls of einsum": (Einsums, PICTURES),
     "patches": (Patches, PICTURES),
     "skips": (Skips, (8, 20)),
     "one layer": (lambda: nn.Conv2d(3, 8, 3), PICTURES),

@@ -284,8 +284,23 @@ def _multiply_adds(node: Node) -> float:
     if node.op_type == "Conv":
         return _places(node.outputs[0]) * sizes[1]
     if node.op_type == "Einsum":
-        return max(sizes)
+        return math.prod(_lengths_by_letter(node).values())
     return math.prod(_dims(node.outputs[0])) * math.prod(_dims(factors[0])[-1:])
+
+
+def _lengths_by_letter(node: Node) -> dict[str, int]:
+    """Return the length of each letter of an Einsum; dimensions behind dots count from the end."""
+    equation = str(attribute(node, "equation", "")).replace(" ", "")
+    terms = equation.partition("->")[0].split(",")
+    lengths: dict[str, int] = {}
+    for term, value in zip(terms, node.inputs, strict=False):
+        dims = [] if value is None else _dims(value)
+        first, _, last = term.partition("...")
+        between = len(dims) - len(first) - len(last)
+        names_of_dims = [*first, *(f"...{n}" for n in range(-between, 0)), *last]
+        for name, length in zip(names_of_dims, dims, strict=False):
+            lengths[name] = max(length, lengths.get(name, 1))
+    return lengths
 
 
 def _part_of_groups(node: Node, groups_before: Mapping[str, object]) -> float:
