@@ -826,6 +826,44 @@ def test_ranges_of_channels_bring_results_nearer_to_float() -> None:
     assert by_target["openvino"] < by_target["onnxruntime"] / 4
 
 
+class ChannelFactors(nn.Module):
+    """Factors of channels in front of what gives a tensor another number of dimensions."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.first = nn.Conv1d(3, 16, 4, 4) if kind == "1-d" else nn.Conv2d(3, 16, 4, 4)
+        self.norm = nn.BatchNorm2d(16)
+        self.factors = nn.Parameter(
+            torch.rand(16, *([1] * (1 + (kind != "1-d")))) + 0.5
+        )
+        self.last = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        x = self.norm(x) if self.kind == "norm" else x * self.factors
+        if self.kind == "1-d":
+            return self.last(x.mean(-1))
+        if self.kind == "tokens":
+            return self.last(x.flatten(2).transpose(1, 2))
+        return self.last(x.flatten(2).mean(-1))
+
+
+@pytest.mark.parametrize("kind", ["mean", "norm", "1-d", "tokens"])
+def test_channels_keep_their_factors_where_dimensions_change(
+    kind: str, path: Path
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 64) if kind == "1-d" else torch.randn(2, 3, 32, 32)
+    model = ChannelFactors(kind).eval()
+    model.norm.running_mean.uniform_(-0.2, 0.2)
+    model.norm.running_var.uniform_(0.5, 1.5)
+    model = quantized(model, x)
+    torchq.export_onnx(model, x, path, dynamo=False, progress=False)
+    report = torchq.verify_onnx(model, path, [x], progress=False)
+    assert report.ok, report
+
+
 def test_channels_that_were_zeros_in_calibration_take_the_range_of_the_others(
     path: Path,
 ) -> None:

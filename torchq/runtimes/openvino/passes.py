@@ -247,6 +247,43 @@ def separate_scaled_terms(model: Model) -> None:
                 separate(value)
 
 
+#: What changes how many dimensions there are.
+_RESHAPES = names("Flatten Reshape Squeeze Unsqueeze")
+_REDUCES = names(
+    "ReduceL1 ReduceL2 ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum"
+)
+
+
+def separate_channel_factors(model: Model) -> None:
+    """Keep factors of channels apart from what moves or sums up their dimensions.
+
+    OpenVINO 2026.4 takes them for scales of codes where a quantizer follows, and moves them behind
+    a Flatten or a mean of one dimension, with the dimensions that they had before: results have
+    errors of a tenth and more.
+
+    Before: Mul or Div by a stored tensor, or BatchNormalization -> Add, ReLU, Transpose or nothing
+    -> Flatten, Reshape, Squeeze, Unsqueeze, or a reduction that drops dimensions.
+    After: Max(x, x), which is x, stands in front of the last one.
+    """
+    for node in nodes_of(model, *_RESHAPES, *_REDUCES):
+        if node.op_type in _REDUCES and attribute(node, "keepdims", 1):
+            continue
+        value = node.inputs[0]
+        kept_between = "Add", "Sub", "Relu", "Clip", "Transpose"
+        while (moved := computed_by(value, *kept_between)) is not None:
+            value = moved.inputs[0]
+        scaled = computed_by(value, "Mul", "Div", "BatchNormalization")
+        if scaled is not None and _has_channel_factors(scaled):
+            separate(node.inputs[0], node)
+
+
+def _has_channel_factors(node: Node) -> bool:
+    """Return True if a node multiplies by more than one stored number."""
+    return any(
+        is_constant(value) and value_of(value).numel() > 1 for value in node.inputs
+    )
+
+
 def _largest_factor(node: Node) -> float:
     """Return the largest size of what a Mul or Div multiplies by; 0 if it is not stored."""
     places = (1,) if node.op_type == "Div" else (0, 1)

@@ -32,6 +32,7 @@ from torchq.runtimes.interface import ReadGraph, Run, Shapes
 from torchq.runtimes.onnx_engine import OnnxEngine
 from torchq.runtimes.openvino.passes import (
     own_zero_points,
+    separate_channel_factors,
     separate_constants,
     separate_joined_tokens,
     separate_pairs,
@@ -62,6 +63,7 @@ _FILE = FileRules(
         separate_pairs,
         own_zero_points,
         separate_reductions,
+        separate_channel_factors,
         separate_scaled_terms,
         separate_small_terms,
         separate_small_factors,
