@@ -2,6 +2,7 @@
 
 import copy
 import random
+import re
 from typing import Any
 
 import pytest
@@ -221,6 +222,28 @@ def test_what_a_new_calibration_would_lose_is_not_tried(fitted: str) -> None:
     assert trials.tried == ()
 
 
+def test_what_float_layers_gain_is_measured() -> None:
+    """A share of the damage is an estimate, which noise that grows on its way may belie."""
+    model = quantized(ReadTwice(*ruled_net(1000.0)), None)
+    batches = image_batches()
+    report = examined(model, batches, timed=False)
+    text = report.cures[-1].text
+    assert "Leave 2 in float, which takes away" in text
+    measured = re.search(
+        r"by estimate; measured, the outputs come ([\d.]+) dB nearer", text
+    )
+    assert measured is not None, text
+    without = copy.deepcopy(model)
+    for quantizer in torchq.workflow.select_quantizers(without, ["2"]).values():
+        quantizer.quantizing = False
+    now, then = (
+        torchq.analysis.compare_outputs(m, batches, progress=False).sqnr
+        for m in (model, without)
+    )
+    assert then > now + 1
+    assert float(measured[1]) == pytest.approx(then - now, abs=0.051)
+
+
 def state(model: nn.Module) -> list[object]:
     """Return what a call must leave alone, for comparison."""
     modules = list(model.modules())
@@ -254,6 +277,7 @@ def test_trials_leave_the_model_as_it_is(make: Any) -> None:
     trials = Trials(model, batches, None)
     trials.healings(ruling_channels(patient)[:1])
     trials.even_inputs(seen, {"2": 1.0})
+    trials.gain_in_float(["2"])
     assert trials.tried and calls
     assert state(model) == before
     for key, value in model.state_dict().items():

@@ -1,5 +1,6 @@
 """What is looked for in a quantized model: one function for each kind of mistake."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -372,7 +373,8 @@ class Patient:
     ``seen`` is what a run on batches showed, or None without batches. ``outputs`` and ``cures``
     are those of a model without errors; ``healed`` tells of inputs that one channel rules, by
     path, what wider codes, float and even channels do to the outputs; ``even_inputs`` tells what
-    even channels of what depthwise layers read do.
+    even channels of what depthwise layers read do, and ``gain_in_float`` by how many dB the outputs
+    come nearer with the worst layers in float.
     """
 
     model: nn.Module
@@ -383,6 +385,7 @@ class Patient:
     cures: tuple[Cure, ...] = ()
     healed: Mapping[str, Healing] = field(default_factory=dict)
     even_inputs: Evened | None = None
+    gain_in_float: float = math.nan
 
     @property
     def target(self) -> str | None:

@@ -261,6 +261,9 @@ def examine(
             shares = damage_shares(ranking())
             even_inputs = trials.even_inputs(seen, shares)
             patient = replace(patient, even_inputs=even_inputs)
+            if blamed := culprits(shares):
+                gain = trials.gain_in_float(blamed)
+                patient = replace(patient, gain_in_float=gain)
             patient = replace(patient, cures=tuple(cures(patient, shares)))
         findings += [Finding("damage", *row) for row in damage(patient)]
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
@@ -351,10 +354,18 @@ def cures(patient: Patient, shares: dict[str, float]) -> list[Cure]:
         share = sum(shares[name] for name in blamed)
         advice = (
             f"Leave {joined_names(blamed)} in float, which takes away {share:.0%} of the "
-            "damage."
+            f"damage{_measured(patient.gain_in_float)}."
         )
         candidates.append(Cure(advice, lines_without(blamed)))
     return [cure for cure in candidates if cure is not None]
+
+
+def _measured(gain: float) -> str:
+    """Return what was measured, as the end of a sentence with an estimate; "" for nothing."""
+    if not math.isfinite(gain):
+        return ""
+    does = "nearer to" if gain >= 0 else "farther from"
+    return f" by estimate; measured, the outputs come {abs(gain):.1f} dB {does} float"
 
 
 def _even_channels(patient: Patient) -> Cure | None:

@@ -26,7 +26,7 @@ from torchq.nn import QuantModule, TensorQuantizer, switched_off
 from torchq.nn.tensor_quantizer import Delegate
 from torchq.swap import apply_, plan_of, restore_
 from torchq.utils import RandomState, copy_module, device_of, random_kept, untouched
-from torchq.workflow import calibrate, quantizers
+from torchq.workflow import calibrate, quantizers, select_quantizers
 from torchq.workflow.equalization import equalize_, equalize_depthwise_, evened_layers
 
 #: Inputs that one channel rules which are healed, the worst ones.
@@ -179,6 +179,20 @@ class Trials:
             kept = float((sizes / sizes.max()).square().mean())
             rest -= shares.get(name, 0.0) * (1 - kept)
         return -10 * math.log10(max(rest, 1e-9))
+
+    # --- layers in float --------------------------------------------------------------------------
+
+    def gain_in_float(self, names: Sequence[str]) -> float:
+        """Return by how many dB the outputs come nearer to float with some layers in float.
+
+        It is NaN for outputs that cannot be compared.
+        """
+        model = self._model
+        layers = select_quantizers(model, list(names)).values()
+        with random_kept():
+            now = _decibels(self._noise_of(model))
+            with switched_off(layers):
+                return _decibels(self._noise_of(model)) - now
 
     # --- copies -----------------------------------------------------------------------------------
 
