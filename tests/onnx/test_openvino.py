@@ -826,6 +826,30 @@ def test_ranges_of_channels_bring_results_nearer_to_float() -> None:
     assert by_target["openvino"] < by_target["onnxruntime"] / 4
 
 
+class BesidePixels(nn.Module):
+    """The mean of four pixels beside these pixels, in one scale: a quarter of means are ties."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 32, 4, 4)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.last = nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        joined = torch.cat([self.pool(x).flatten(2), x.flatten(2)], 2)
+        return self.last(joined.transpose(1, 2))
+
+
+def test_means_at_ties_may_have_either_code(path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(16, 3, 8, 8)
+    model = quantized(BesidePixels().eval(), x)
+    torchq.export_onnx(model, x, path, dynamo=False, progress=False)
+    report = torchq.verify_onnx(model, path, [x], progress=False)
+    assert report.ok, report
+
+
 class ChannelFactors(nn.Module):
     """Factors of channels in front of what gives a tensor another number of dimensions."""
 

@@ -15,11 +15,14 @@ from torch import Tensor, nn
 
 import torchq
 from tests.models import simulated
+from torchq.formats import UINT8
+from torchq.functional import QParams
 from torchq.onnx.ir import add_initializer, load_model, nodes_of, save_model, value_of
 from torchq.onnx.qdq import qparams_of
 from torchq.onnx.verify import exposed
 from torchq.onnx.verify.exposed import Behind
 from torchq.onnx.verify.report import Codes
+from torchq.onnx.verify.verify import at_ties
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -209,6 +212,20 @@ def test_a_function_of_codes_may_have_one_code_at_a_border(
     behind_a_layer = Codes("gate_quantizer", "", Behind(("conv",), share), {})
     behind_a_layer.add(expected, actual, torch.float32)
     assert behind_a_layer.result().ok is (not moved)
+
+
+@pytest.mark.parametrize(("by", "ok"), [(1.0, True), (-1.0, True), (2.0, False)])
+def test_values_halfway_between_two_codes_may_have_either(by: float, ok: bool) -> None:
+    values = torch.arange(0.0, 100.0, 0.25)
+    at_tie = at_ties(values * 3, QParams(torch.tensor(3.0), torch.tensor(5), UINT8))
+    assert torch.equal(at_tie, values % 1 == 0.5)
+    expected = values.round()
+    codes = Codes("gate_quantizer", "", Behind((), exposed.AVERAGE_SHARE), {})
+    codes.add(expected, expected + by * at_tie, torch.float32, at_tie)
+    assert codes.result().ok is ok
+    elsewhere = Codes("gate_quantizer", "", Behind((), exposed.AVERAGE_SHARE), {})
+    elsewhere.add(expected, expected + by * at_tie, torch.float32, ~at_tie)
+    assert not elsewhere.result().ok
 
 
 class Rare(nn.Module):

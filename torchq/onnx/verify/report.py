@@ -81,7 +81,8 @@ class LayerAgreement:
             that differ; elements of an output beyond float rounding.
         max_diff: Largest difference, in codes, or in values for an output or a bias.
         allowed: How many may differ, each by ``steps``: a hundred-thousandth of the codes of
-            integer layers, more where a float kernel or another runtime computes, and three.
+            integer layers, more where a float kernel or another runtime computes, and three; in
+            another runtime those too that are found halfway between two codes.
         parameters: What differs in scale, zero point or type; empty where nothing does.
         layers: The layers of the file that computed the values from the codes before them.
         steps: By how many codes each may differ; more than one on an emulator alone.
@@ -384,6 +385,7 @@ class Codes:
         self._elements = 0
         self._differ = 0
         self._max = 0.0
+        self._at_ties = 0
         self._least = behind.share
         self._rounding = behind.rounding
         self._share = 0.0
@@ -395,8 +397,21 @@ class Codes:
         is_pointwise = behind.share in (APPROXIMATE_SHARE, MERGED_SHARE)
         self._is_of_codes = not behind.layers and is_pointwise
 
-    def add(self, expected: Tensor, found: Tensor, dtype: torch.dtype) -> None:
-        """Add codes of one batch, of values in a type; the layers may have a shorter one."""
+    def add(
+        self,
+        expected: Tensor,
+        found: Tensor,
+        dtype: torch.dtype,
+        at_tie: Tensor | None = None,
+    ) -> None:
+        """Add codes of one batch.
+
+        Args:
+            expected: of the model.
+            found: in the file.
+            dtype: of the values; the layers may have a shorter one.
+            at_tie: where the values lie halfway between two codes, either of which is right.
+        """
         if expected.shape != found.shape:
             raise ExportError(
                 f"{self.name}: the model has shape {tuple(expected.shape)}, "
@@ -404,8 +419,10 @@ class Codes:
             )
         gap = difference(expected, found)
         self._count(gap, 0.0)
+        is_next = gap == 1
+        if at_tie is not None:
+            self._at_ties += int((is_next & at_tie).sum())
         if self._is_of_codes:
-            is_next = gap == 1
             pairs = zip(
                 expected[is_next].tolist(), found[is_next].tolist(), strict=True
             )
@@ -437,7 +454,7 @@ class Codes:
         """Return the counts over all batches."""
         allowed = MORE + int(self._share * self._elements) if self._share else 0
         inside = [n for (code, _), n in self._pairs.items() if code not in self._ends]
-        allowed += max(inside, default=1) - 1
+        allowed += max(inside, default=1) - 1 + self._at_ties
         return LayerAgreement(
             self.name, self._elements, self._differ, self._max, allowed, *self._fixed
         )
