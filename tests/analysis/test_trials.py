@@ -192,7 +192,8 @@ def test_even_inputs_are_tried_where_they_may_gain_alone() -> None:
     trials = Trials(model, batches, None)
     assert trials.even_inputs(seen, {"2": 0.1, "4": 0.9}) is None
     assert trials.tried == ()
-    assert trials.even_inputs(seen, {"2": 0.9, "4": 0.1}) is not None
+    # The share is an estimate, and may be twice as much.
+    assert trials.even_inputs(seen, {"2": 0.15, "4": 0.85}) is not None
     assert trials.tried == (DEPTHWISE,)
     # Ranges of their own for each channel leave nothing to gain.
     own = quantized(depthwise_net(), "openvino")
