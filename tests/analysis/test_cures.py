@@ -1,6 +1,7 @@
 """What is advised helps: each cure is measured on a small net that was trained for its task."""
 
 import copy
+import math
 from functools import cache
 from typing import Any
 
@@ -12,7 +13,7 @@ import torchq
 from tests.fusion.blocks.repvgg import RepVGGBlock
 from tests.models import Parts, simulated
 from torchq.analysis import DoctorReport
-from torchq.analysis.checks import Healing, Patient
+from torchq.analysis.checks import Healing, Patient, damage
 from torchq.analysis.doctor import cures
 from torchq.analysis.layers import (
     line_equalized,
@@ -20,6 +21,7 @@ from torchq.analysis.layers import (
     lines_without,
     named_target,
 )
+from torchq.analysis.outputs import Outputs
 from torchq.nn.correction import corrected_layers
 from torchq.swap import plan_of
 from torchq.workflow import quantizers, weight_quantizers
@@ -264,6 +266,25 @@ def test_a_good_model_has_no_cure() -> None:
         and report.cures == ()
     )
     assert [f.kind for f in report.findings if f.kind == "damage"] == []
+
+
+def test_damage_is_told_where_nothing_cheap_helps() -> None:
+    model = quantized(torchq.recipes.int8(), target="onnxruntime")
+
+    def told(outputs: Outputs) -> list[str]:
+        known = quantizers(model)
+        patient = Patient(model, known, weight_quantizers(model), None, outputs)
+        return [remedy for *_, remedy in damage(patient)]
+
+    (remedy,) = told(Outputs(17.7, 0.938, 200))
+    assert 'budget={"mean_bits": 12}' in remedy
+    names = {"torchq": torchq, "model": model, "batches": batches()[:1]}
+    exec(remedy, names)
+    torchq.quantize_(copy.deepcopy(trained()), names["config"], example=batches()[0])
+    assert told(Outputs(41.0, 0.999, 200)) == []
+    # Nothing is known of these.
+    assert told(Outputs(math.nan, None, 0)) == []
+    assert told(Outputs(17.7, None, 0, comparable=False)) == []
 
 
 class Boxes(Parts):

@@ -17,6 +17,7 @@ from torchq.analysis.layers import (
     layers_with_weights,
     line_equalized,
     line_even_inputs,
+    line_of_formats,
     line_with,
     lines_without,
     named_target,
@@ -881,11 +882,25 @@ def batchnorm_left(patient: Patient) -> Found:
 @check("damage", needs_batches=True)
 def damage(patient: Patient) -> Found:
     """Yield that outputs are not those of the float model, with the cheapest cure."""
-    if (
-        patient.outputs is not None
-        and patient.outputs.grade != "good"
-        and patient.cures
-    ):
-        cure = patient.cures[0]
-        severity: Severity = "warning" if patient.outputs.grade == "poor" else "info"
-        yield severity, "", f"{patient.outputs.evidence}. {cure.text}", cure.code
+    outputs = patient.outputs
+    if outputs is None or outputs.grade == "good":
+        return
+    says_nothing = not outputs.comparable or math.isnan(outputs.sqnr)
+    if not patient.cures and says_nothing and outputs.score is None:
+        return
+    cure = patient.cures[0] if patient.cures else _own_formats(patient)
+    severity: Severity = "warning" if outputs.grade == "poor" else "info"
+    yield severity, "", f"{outputs.evidence}. {cure.text}", cure.code
+
+
+def _own_formats(patient: Patient) -> Cure:
+    """Return what may help where nothing cheaper does: a format for each layer."""
+    bits = [
+        (weight.numel(), quantizer.descriptor.format.bits)
+        for quantizer, weight in quantized_weights(patient.model)
+        if quantizer.quantizing
+    ]
+    count = sum(size for size, _ in bits)
+    mean = sum(size * width for size, width in bits) / count if count else BYTE
+    text = "Nothing cheap was found to help: give each layer its own format under a budget."
+    return Cure(text, line_of_formats(mean))

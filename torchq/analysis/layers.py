@@ -1,5 +1,6 @@
 """The quantized layers of a model: what is compared, switched on and off, and named in reports."""
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from torchq.nn.correction import corrected_layers
 from torchq.runtime import reference_runtime
 from torchq.utils import child_path, state_kept
 from torchq.workflow import quantizers, weight_quantizers
+
+#: The most bits of a weight that ``mixed_precision`` gives unless told.
+_SEARCHED_BITS = 8
 
 
 @dataclass(frozen=True)
@@ -195,6 +199,21 @@ def line_equalized(target: str | None) -> str:
     quantize = f"torchq.quantize_(model, config, {example_for(target)})"
     calibrate = "torchq.calibrate(model, batches)"
     return f"torchq.restore_(model); {equalize}; {quantize}; {calibrate}"
+
+
+def line_of_formats(weight_bits: float) -> str:
+    """Return a search that gives weights half as many bits again as they have on average."""
+    mean_bits = math.ceil(weight_bits * 1.5)
+    if mean_bits <= _SEARCHED_BITS:
+        return (
+            "config = torchq.mixed_precision(model, batches, "
+            f'budget={{"mean_bits": {mean_bits}}})'
+        )
+    # The formats that are searched by default have 8 bits at most.
+    return (
+        "config = torchq.mixed_precision(model, batches, "
+        f'budget={{"mean_bits": {mean_bits}}}, formats=["float", "w8a8"])'
+    )
 
 
 def line_even_inputs(target: str | None) -> str:

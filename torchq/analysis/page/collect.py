@@ -22,6 +22,7 @@ from torchq.analysis.layers import (
     QuantizedLayer,
     active_quantizers,
     channel_axes,
+    line_of_formats,
     lines_without,
     quantized_layers,
 )
@@ -54,8 +55,6 @@ from torchq.version import __version__
 from torchq.workflow import quantizers
 
 _FORMATS = ("w8a8", "w6a6", "w4a8", "w4a4")
-#: The most bits of a weight that ``mixed_precision`` gives unless told.
-_SEARCHED_BITS = 8
 _METHODS = ("max", "percentile", "mse", "entropy")
 _BINS = 96
 #: Channels that a chart shows; more are put together.
@@ -455,22 +454,7 @@ def _advice(
     if not examined.ok:
         return steps
     step = f"{'Or give' if steps else 'Give'} each layer its own format under a budget."
-    return [*steps, {"text": step, "code": _wider_formats(weight_bits)}]
-
-
-def _wider_formats(weight_bits: float) -> str:
-    """Return a search that gives weights half as many bits again as they have now."""
-    mean_bits = math.ceil(weight_bits * 1.5)
-    if mean_bits <= _SEARCHED_BITS:
-        return (
-            "config = torchq.mixed_precision(model, batches, "
-            f'budget={{"mean_bits": {mean_bits}}})'
-        )
-    # The formats that are searched by default have 8 bits at most.
-    return (
-        "config = torchq.mixed_precision(model, batches, "
-        f'budget={{"mean_bits": {mean_bits}}}, formats=["float", "w8a8"])'
-    )
+    return [*steps, {"text": step, "code": line_of_formats(weight_bits)}]
 
 
 def _mean_weight_bits(rows: Sequence[dict[str, Any]]) -> float:
