@@ -268,6 +268,15 @@ def test_a_good_model_has_no_cure() -> None:
     assert [f.kind for f in report.findings if f.kind == "damage"] == []
 
 
+@pytest.mark.parametrize("gain", [-5.0, 0.9, 1.1, math.nan])
+def test_layers_are_left_in_float_where_that_helps(gain: float) -> None:
+    model = quantized(torchq.recipes.int8(), target="onnxruntime")
+    known = quantizers(model)
+    patient = Patient(model, known, weight_quantizers(model), None, gain_in_float=gain)
+    codes = [cure.code for cure in cures(patient, {"6": 0.9, "1": 0.1})]
+    assert (lines_without(["6"]) in codes) == (not gain < 1)
+
+
 def test_damage_is_told_where_nothing_cheap_helps() -> None:
     model = quantized(torchq.recipes.int8(), target="onnxruntime")
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -263,8 +263,8 @@ def _maker(flow: Flow, call: Call) -> Call:
     return _maker(flow, flow.calls[call.inputs[0]]) if passes and call.inputs else call
 
 
-#: By how many dB the outputs must come nearer to float for an input to be worth healing.
-_HEALED = 1.0
+#: By how many dB the outputs must come nearer to float for a cure to be worth it.
+LEAST_GAIN = 1.0
 #: By how many dB even channels may stay behind 16 bits and float: they keep codes and speed.
 _NEARLY = 3.0
 
@@ -280,9 +280,6 @@ class Evened:
         evened: the same, with even channels.
     """
 
-    #: What outputs must gain for even channels to be worth it.
-    LEAST_GAIN: ClassVar[float] = _HEALED
-
     function: str
     now: float
     anew: float
@@ -296,7 +293,7 @@ class Evened:
     @property
     def helps(self) -> bool:
         """True where they gain enough."""
-        return self.gain >= self.LEAST_GAIN
+        return self.gain >= LEAST_GAIN
 
     def line(self, target: str | None) -> str:
         """Return the line that quantizes a quantized ``model`` anew, with even channels."""
@@ -335,9 +332,9 @@ class Healing:
         """Return the call that gives the layer of this path what heals it, for a target."""
         if self.even is not None and self.wants_even_channels:
             return self.even.line(target)
-        if max(self.wide, self.as_float) - self.now < _HEALED:
+        if max(self.wide, self.as_float) - self.now < LEAST_GAIN:
             return f"nothing: {self._tried} bring the outputs no nearer to float"
-        if self.wide >= self.as_float - _HEALED:
+        if self.wide >= self.as_float - LEAST_GAIN:
             slots = "input=torchq.QuantDescriptor(16), weight=torchq.QuantDescriptor(axis=0)"
             rule = f"torchq.Rule({layer!r}, {slots})"
             wide = line_with(f"config.with_rules({rule})", target)
@@ -857,7 +854,7 @@ def ruling_channel(patient: Patient) -> Found:
             )
             yield "info", ruling.path, evidence, remedy
             continue
-        severity: Severity = "warning" if healing.gain >= _HEALED else "info"
+        severity: Severity = "warning" if healing.gain >= LEAST_GAIN else "info"
         remedy = healing.remedy(ruling.path.rpartition(".")[0], patient.target)
         yield severity, ruling.path, f"{evidence}; {healing}", remedy
 

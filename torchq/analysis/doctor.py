@@ -18,6 +18,7 @@ from torch import nn
 from torchq.analysis.checks import (
     BYTE,
     CHECKS,
+    LEAST_GAIN,
     SEVERITIES,
     Cure,
     Finding,
@@ -350,7 +351,9 @@ def cures(patient: Patient, shares: dict[str, float]) -> list[Cure]:
             "size."
         )
         candidates.append(Cure(advice, line_equalized(plan.target)))
-    if blamed:
+    # What is not finite says nothing; the share is an estimate.
+    helps = not patient.gain_in_float < LEAST_GAIN
+    if blamed and helps:
         share = sum(shares[name] for name in blamed)
         advice = (
             f"Leave {joined_names(blamed)} in float, which takes away {share:.0%} of the "
@@ -364,8 +367,7 @@ def _measured(gain: float) -> str:
     """Return what was measured, as the end of a sentence with an estimate; "" for nothing."""
     if not math.isfinite(gain):
         return ""
-    does = "nearer to" if gain >= 0 else "farther from"
-    return f" by estimate; measured, the outputs come {abs(gain):.1f} dB {does} float"
+    return f" by estimate; measured, the outputs come {gain:.1f} dB nearer to float"
 
 
 def _even_channels(patient: Patient) -> Cure | None:

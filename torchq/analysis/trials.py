@@ -17,7 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.analysis.checks import BYTE, Evened, Healing, Observation, Ruling
+from torchq.analysis.checks import (
+    BYTE,
+    LEAST_GAIN,
+    Evened,
+    Healing,
+    Observation,
+    Ruling,
+)
 from torchq.analysis.layers import passing
 from torchq.analysis.outputs import Sqnr, Sums, add_sums, batch_size
 from torchq.errors import TorchqError
@@ -163,7 +170,7 @@ class Trials:
             shares: of the damage that layers do; where those of depthwise layers leave nothing to
                 gain, nothing is tried.
         """
-        if self._most_gained(seen, shares) < Evened.LEAST_GAIN:
+        if self._most_gained(seen, shares) < LEAST_GAIN:
             return None
         trial = self._trial_of(DEPTHWISE)
         return None if trial is None else trial.on(DEPTHWISE, len(self._batches))
