@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 import warnings
 from collections.abc import Callable
@@ -422,6 +423,30 @@ def test_what_overflows_stays_in_float32_with_its_readers(tmp_path: Path) -> Non
     assert any("a range of" in why for why in actual.kept.values())
     assert any("the stored number 1e+06" in why for why in actual.kept.values())
     assert torchq.verify_onnx(model, path, [x], progress=False).ok
+
+
+class Buckets(nn.Module):
+    """Distances in buckets that grow, as those of relative positions in T5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, 16)
+        self.last = nn.Linear(16, 8)
+
+    def forward(self, distances: Tensor) -> Tensor:
+        buckets = (distances.float() / 4).log() / math.log(32) * 40
+        return self.last(self.table(buckets.clamp(0, 63).long()))
+
+
+def test_what_is_cut_to_whole_numbers_stays_in_float32(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Buckets()
+    path = tmp_path / "m.onnx"
+    distances = torch.arange(4, 128).view(2, -1)
+    written(model, distances, path)
+    kept = check_file(path).kept.values()
+    assert any(where.startswith("Log") and "whole numbers" in where for where in kept)
+    assert torchq.verify_onnx(model, path, [distances], progress=False).ok
 
 
 def test_what_overflows_may_have_an_input_that_is_left_out(tmp_path: Path) -> None:

@@ -59,6 +59,11 @@ _FLOAT32 = names(
     "ConcatFromSequence SequenceAt SequenceConstruct SequenceInsert SplitToSequence"
 )
 
+#: What computes places in tables and lengths, number by number.
+_ARITHMETIC = names(
+    "Abs Add Cast Ceil Clip Div Exp Floor Log Max Min Mul Neg Pow Round Sqrt Sub Where"
+)
+
 
 def store_typed(model: Model) -> None:
     """Give all float tensors of a graph one type, but for those that it cannot hold.
@@ -143,6 +148,7 @@ class _Typing:
             # It has the type of what it reads, or of what reads it.
             if not _is_pair(node):
                 self._keep_if_wide(node, wide, large)
+        self._keep_what_becomes_whole()
         self._keep_moves()
 
     def _floats(self) -> Iterator[tuple[Value, bool]]:
@@ -205,6 +211,24 @@ class _Typing:
             and not self._allows(node, index, True)
             for index, value in enumerate(node.outputs)
         )
+
+    def _keep_what_becomes_whole(self) -> None:
+        """Keep arithmetic whose result is cut to a whole number, such as a place in a table.
+
+        A number that is next to a whole one in the short type may be on its other side.
+        """
+        pending = [
+            node.inputs[0]
+            for node in nodes_of(self.model, "Cast")
+            if onnx_ir.DataType(attribute(node, "to")).is_integer()
+        ]
+        while pending:
+            node = computed_by(pending.pop(), *_ARITHMETIC)
+            if node is None or node in self.kept:
+                continue
+            if self.types.get(node.outputs[0].name) == self.long:
+                self.kept[node] = "whole numbers are made of it"
+                pending += [value for value in node.inputs if value is not None]
 
     def _keep_moves(self) -> None:
         """Keep what only moves values from a DequantizeLinear to layers that stay in float32."""
