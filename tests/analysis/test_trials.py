@@ -22,6 +22,7 @@ from torchq.analysis.checks import (
     ruling_channels,
 )
 from torchq.analysis.trials import DEPTHWISE, Trials
+from torchq.config import Rule
 from torchq.graph import call_model
 from torchq.swap import plan_of
 from torchq.workflow import quantizers
@@ -39,14 +40,28 @@ DEPTHWISE_EVENED = (
 INT8 = torchq.recipes.int8()
 
 
-def quantized(model: nn.Module, target: str | None = "onnxruntime") -> nn.Module:
+def named(target: str) -> torchq.QuantConfig:
+    """Return INT8 with a rule that names the depthwise layer, to which calibration keeps."""
+    plan = torchq.plan(
+        depthwise_net().eval(), INT8, target=target, example=image_batches()[0]
+    )
+    planned = plan.decision("2")
+    assert planned is not None
+    return INT8.with_rules(Rule("2", input=planned.input, weight=planned.weight))
+
+
+def quantized(
+    model: nn.Module,
+    target: str | None = "onnxruntime",
+    config: torchq.QuantConfig = INT8,
+) -> nn.Module:
     batches = image_batches()
-    return simulated(model.eval(), batches, INT8, target=target, example=batches[0])
+    return simulated(model.eval(), batches, config, target=target, example=batches[0])
 
 
-def do(code: str, model: nn.Module) -> None:
+def do(code: str, model: nn.Module, config: torchq.QuantConfig = INT8) -> None:
     """Run the line that is advised."""
-    names = {"torchq": torchq, "model": model, "config": INT8}
+    names = {"torchq": torchq, "model": model, "config": config}
     exec(code, {**names, "batches": image_batches()})
 
 
@@ -167,7 +182,8 @@ def test_even_channels_win_where_they_are_enough(
 
 @pytest.mark.parametrize("function", [nn.ReLU6, nn.ReLU])
 def test_even_inputs_of_depthwise_layers_are_a_cure(function: type[nn.Module]) -> None:
-    model = quantized(depthwise_net(function))
+    config = named("onnxruntime")
+    model = quantized(depthwise_net(function), config=config)
     batches = image_batches()
     report = examined(model, batches, timed=False)
     cure = report.cures[0]
@@ -178,15 +194,22 @@ def test_even_inputs_of_depthwise_layers_are_a_cure(function: type[nn.Module]) -
     assert page["verdict"]["advice"][0] == vars(cure)
     even = Trials(model, batches, None).even_inputs(seen_by(model, batches), {"2": 1.0})
     assert even is not None and f"to {even.evened:.1f} dB" in cure.text
-    do(cure.code, model)
+    do(cure.code, model, config)
     after = examined(model, batches, timed=False)
     assert after.outputs is not None
     assert after.outputs.sqnr == pytest.approx(even.evened, abs=0.01)
     assert all("equalize" not in cure.code for cure in after.cures)
 
 
-def test_even_inputs_are_tried_where_they_may_gain_alone() -> None:
+def test_what_calibration_evens_by_itself_needs_no_cure() -> None:
     model = quantized(depthwise_net())
+    assert plan_of(model).decision("2").even is not None  # type: ignore[union-attr]
+    report = examined(model, image_batches(), timed=False)
+    assert all("equalize" not in cure.code for cure in report.cures)
+
+
+def test_even_inputs_are_tried_where_they_may_gain_alone() -> None:
+    model = quantized(depthwise_net(), config=named("onnxruntime"))
     batches = image_batches()
     seen = seen_by(model, batches)
     trials = Trials(model, batches, None)

@@ -33,7 +33,7 @@ from torchq.nn import QuantModule, TensorQuantizer, switched_off
 from torchq.nn.tensor_quantizer import Delegate
 from torchq.swap import apply_, plan_of, restore_
 from torchq.utils import RandomState, copy_module, device_of, random_kept, untouched
-from torchq.workflow import calibrate, quantizers, select_quantizers
+from torchq.workflow import calibrate, quantizers
 from torchq.workflow.equalization import equalize_, equalize_depthwise_, evened_layers
 
 #: Inputs that one channel rules which are healed, the worst ones.
@@ -198,10 +198,15 @@ class Trials:
         It is NaN for outputs that cannot be compared.
         """
         model = self._model
-        layers = select_quantizers(model, list(names)).values()
+        # Paths are no patterns: that of the root is empty.
+        owned = {
+            path: quantizer
+            for path, quantizer in quantizers(model).items()
+            if path.rpartition(".")[0] in names
+        }
         with random_kept():
             now = _decibels(self._noise_of(model))
-            with switched_off(layers):
+            with switched_off(owned.values()):
                 return _decibels(self._noise_of(model)) - now
 
     # --- copies -----------------------------------------------------------------------------------

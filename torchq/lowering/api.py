@@ -33,8 +33,8 @@ from torchq.lowering.traced import TracedModel, copy_plain_attributes
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.nn.calls.modules import RoutedModule
 from torchq.nn.convert import float_name
-from torchq.nn.correction import fold_corrections_
 from torchq.swap import restore_
+from torchq.swap.even_channels import give_numbers_of_files_
 from torchq.workflow import freeze_, quantizers
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,8 @@ def lower_model(
     """
     with utils.progress_stages("deploy", _STAGES, enabled=progress) as next_stage:
         result = _replace_layers(
-            fold_corrections_(utils.copy_module(simulated)), example
+            give_numbers_of_files_(utils.copy_module(simulated)),
+            example,
         )
         next_stage()
         if fuse:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchq.errors import ExportError
 from torchq.graph import call_model, tensors_in
 from torchq.lowering.layer import Int8Layer
+from torchq.swap.even_channels import as_in_files
 from torchq.utils import RandomState, state_kept, watching
 from torchq.workflow import quantizers, weight_quantizers
 
@@ -243,7 +244,8 @@ def forced_pairs(
         if path in paths
     ]
     start = RandomState.now()
-    with watching(read, before=True):
+    # A deployed layer gives what is multiplied by the factors of its reader.
+    with as_in_files(simulated), watching(read, before=True):
         expected = list(tensors_in(call_once(simulated, example)))
     with ExitStack() as stack:
         for path, layer in layers.items():

@@ -54,6 +54,8 @@ _MOST_SHAPES = 256
 #: Rows of a linear layer that are compared with float64.
 _ROWS = 4
 
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
 #: ``multiply(x, weight, bias)``: what a layer of torch computes of them.
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -80,11 +82,29 @@ class IntegerKernel:
     def result(self) -> TensorQuantizer | None:
         """The quantizer that the kernel rounds for, if it is still there.
 
-        None too where it multiplies by factors first: the kernel in front gives floats then.
+        None too where it multiplies by factors first: the kernel in front gives floats then, but
+        for :meth:`factors_for`.
         """
-        quantizer = self._reader
+        quantizer = self.reader
         has_factors = quantizer is not None and quantizer.pre_quant_scale is not None
         return None if has_factors else quantizer
+
+    def factors_for(self, layer: Any) -> Tensor | None:
+        """Return what the reader multiplies channels by, where files have that in this layer.
+
+        These are powers of two of the channels of images, (channels, 1, ...): see
+        :mod:`torchq.swap.even_channels`.
+        """
+        quantizer = self.reader
+        factors = None if quantizer is None else quantizer.pre_quant_scale
+        if (
+            factors is None
+            or not layer.rounded_by
+            or not isinstance(layer, _CONVOLUTIONS)
+        ):
+            return None
+        is_of_images = factors.dim() == layer.weight.dim() - 1
+        return factors if is_of_images and len(factors) == layer.out_channels else None
 
     @property
     def knows_float_results(self) -> bool:
@@ -95,7 +115,7 @@ class IntegerKernel:
         return arithmetic.values_product is not None or arithmetic.finishes is not None
 
     @property
-    def _reader(self) -> TensorQuantizer | None:
+    def reader(self) -> TensorQuantizer | None:
         """The quantizer of the result, whatever it does with it."""
         return None if self._result is None else self._result()
 
@@ -114,10 +134,10 @@ class IntegerKernel:
         return grid.codes(x, by_reciprocal=not divides)
 
     def __deepcopy__(self, memo: dict[int, object]) -> IntegerKernel:
-        return type(self)(self.runtime, copy.deepcopy(self._reader, memo))
+        return type(self)(self.runtime, copy.deepcopy(self.reader, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.runtime, self._reader)
+        return type(self), (self.runtime, self.reader)
 
     def kept(
         self,
@@ -293,7 +313,10 @@ def integer_product(layer: Any, x: Tensor, multiply: Multiply) -> Tensor | None:
     codes = _codes(kernel, of_input, grid, x)
     weight = _weight_as_called(of_weight, layer.weight)
     if isinstance(codes, Tensor) and weight is None:
-        return product(codes, multiply)
+        result = product(codes, multiply)
+        factors = kernel.factors_for(layer)
+        # Exact, as they are powers of two; what reads the result multiplies it by them.
+        return result if factors is None else result / factors.to(result.dtype)
     # A hook has changed what a quantizer returns.
     if weight is None:
         weight = _plain_weight(of_weight, layer.weight)
@@ -351,7 +374,10 @@ def _product_of(
     """Return the numbers of a layer as its ranges and weights are now; None if it simulates."""
     quantizer = layer.weight_quantizer
     gives_float = layer.gives_float_results or kernel.knows_float_results
-    to = _grid_of_result(layer, kernel, gives_float=gives_float)
+    factors = kernel.factors_for(layer)
+    to = _grid_of_result(
+        layer, kernel, gives_float=gives_float, has_factors=factors is not None
+    )
     if not _is_on(quantizer) or isinstance(to, _Simulated):
         return None
     if not layer.weight.is_cpu:  # nor can be the others
@@ -364,10 +390,13 @@ def _product_of(
         *_numbers_of(quantizer),
         layer.output_gain,
         layer.output_shift,
+        factors,
     )
     product: _AnyProduct | None
     product = kernel.kept(
-        settings, tensors, lambda arithmetic: _made(layer, arithmetic, grid, to)
+        settings,
+        tensors,
+        lambda arithmetic: _made(layer, arithmetic, grid, to, factors),
     )
     return product
 
@@ -377,10 +406,14 @@ class _Simulated:
 
 
 def _grid_of_result(
-    module: nn.Module, kernel: IntegerKernel, *, gives_float: bool
+    module: nn.Module,
+    kernel: IntegerKernel,
+    *,
+    gives_float: bool,
+    has_factors: bool = False,
 ) -> CodeGrid | _Simulated | None:
     """Return the grid that a kernel rounds results to; None where they are float."""
-    result = kernel.result
+    result = kernel.reader if has_factors else kernel.result
     if module.rounded_by:
         to = None if result is None else result.fixed_grid()
         return _Simulated() if to is None else to
@@ -404,12 +437,22 @@ def _numbers_of(quantizer: TensorQuantizer) -> tuple[Tensor | None, ...]:
 
 
 def _made(
-    layer: Any, arithmetic: Arithmetic, grid: CodeGrid, to: CodeGrid | None
+    layer: Any,
+    arithmetic: Arithmetic,
+    grid: CodeGrid,
+    to: CodeGrid | None,
+    factors: Tensor | None,
 ) -> _AnyProduct | None:
     """Return the numbers of a layer, made of its ranges and weights."""
     if any(layer.after_fold) or not _has_whole_weights(layer.weight_quantizer):
         return None
     quantizer, weight, bias = _with_correction(layer)
+    if factors is not None:
+        per_output = factors.flatten()
+        quantizer = copy.deepcopy(quantizer)
+        factor = layer.per_weight(per_output.double())
+        weight = scale_weight_(quantizer, weight, factor).values
+        bias = None if bias is None else bias * per_output.to(bias)
     if bool(raises_step(layer, bias).any()):
         return None  # The file rounds the weight to another scale.
     is_transposed = bool(layer.channel_axis)

@@ -20,7 +20,6 @@ from torchq.fusion.record import fusion_record
 from torchq.fusion.unfolded import keeps_norm
 from torchq.graph import tensors_in
 from torchq.nn import QuantModule, TensorQuantizer
-from torchq.nn.correction import folded_corrections
 from torchq.nn.integer_bias import rounded_biases
 from torchq.onnx.coverage import EXAMPLE_LENGTHS, Coverage, example_lengths
 from torchq.onnx.interface import ExampleCall, fixes_batch, output_names_in
@@ -62,6 +61,7 @@ from torchq.onnx.torch_exporters import (
     run_torchscript,
 )
 from torchq.runtime import RUNTIMES, Runtime, check_planned, planned_runtime, runtime_of
+from torchq.swap.even_channels import as_in_files
 from torchq.utils import (
     bullets,
     deployed_part,
@@ -226,7 +226,7 @@ def export_onnx(
     if lengths:
         calls.insert(0, ExampleCall(model, example, batches[0], lengths, *names))
     stages = progress_stages("export", _STAGES, enabled=progress)
-    with folded_corrections(model), stages as next_stage:
+    with as_in_files(model), stages as next_stage:
         graph = _first_that_traces(calls, version, modern, active)
         next_stage()
         set_opset(graph, version)

@@ -205,6 +205,7 @@ def _explained_alone(now: Decision, old: Decision) -> Decision:
             noise=old.noise,
             left_float=old.left_float,
             factors=old.factors,
+            even=old.even,
             adopted=old.adopted,
             float_kernel=old.float_kernel,
             by=old.by,

@@ -82,6 +82,30 @@ class Factors:
 
 
 @dataclass(frozen=True)
+class EvenChannels:
+    """Factors that make the channels of a depthwise layer's input as large as each other.
+
+    The quantizers of its input and weight hold them; files and kernels have them in the layer that
+    makes the channels. See :mod:`torchq.workflow.even_channels`.
+
+    Attributes:
+        source: path of the layer that makes the channels.
+        gain: by how many dB the error of the rounded input fell.
+        by: who decided it.
+    """
+
+    source: str
+    gain: float
+    by: str = "calibrate"
+
+    def __str__(self) -> str:
+        return (
+            f"channels of input multiplied by factors, which files have in {self.source}: error "
+            f"of the input {self.gain:.1f} dB less; by {self.by}"
+        )
+
+
+@dataclass(frozen=True)
 class Decision:
     """What happens to one module; it holds no module and no tensor, so it fits a file.
 
@@ -112,6 +136,7 @@ class Decision:
             their power, as calibration estimates it; None before that.
         left_float: the slots that calibration turned off, as they cost too much at the outputs.
         factors: those that its quantizers hold, where calibration chose them.
+        even: the same of a depthwise layer.
         adopted: another maker chose its quantizers and their ranges, for good.
         float_kernel: why the target computes it in float all the same, with the values of its
             codes; empty where it has an integer kernel.
@@ -138,6 +163,7 @@ class Decision:
     noise: float | None = None
     left_float: tuple[str, ...] = ()
     factors: Factors | None = None
+    even: EvenChannels | None = None
     adopted: bool = False
     float_kernel: str = ""
     reason: str = ""
@@ -239,8 +265,8 @@ class Decision:
         sentence = sentence or "calls its children"
         if self.optional and self.noise is None:
             sentence = f"{sentence}; {OPTIONAL}"
-        if self.factors is not None:
-            sentence = f"{sentence}; {self.factors}"
+        for held in filter(None, (self.factors, self.even)):
+            sentence = f"{sentence}; {held}"
         if self.float_kernel:
             sentence = f"{sentence}; computed in float, as {self.float_kernel}"
         return f"{sentence}; {self.note}" if self.note else sentence
@@ -447,6 +473,7 @@ class Plan:
         """Return the plan without what changes nothing in a model: reasons, notes, shares."""
         unexplained: dict[str, Any] = {"by": "", "note": "", "optional": False}
         unexplained |= {"noise": None, "left_float": (), "factors": None}
+        unexplained["even"] = None
         unexplained["float_kernel"] = ""
         rows = (replace(d, names=d.names[:1], **unexplained) for d in self.replaced)
         decisions = tuple(sorted(rows, key=lambda d: d.names))

@@ -14,7 +14,7 @@ of it weighs little beside the background that is rounded finer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -76,6 +76,11 @@ class RangeChoice:
             return ""
         does = "range is" if len(self.averaged) == 1 else "ranges are"
         return f"{len(self.averaged)} {does} averaged over samples: {self.outputs}"
+
+    def without(self, whole: Iterable[str]) -> RangeChoice:
+        """Return this less the quantizers whose ranges were made whole again."""
+        taken = set(whole)
+        return replace(self, averaged=tuple(n for n in self.averaged if n not in taken))
 
 
 class SampleEnds:

@@ -28,6 +28,12 @@ from torchq.workflow.added_operators import (
 from torchq.workflow.averaged_ranges import RangeChoice, SampleEnds, choose_ranges_
 from torchq.workflow.correction import NOT_READ, Correction, needs_gains
 from torchq.workflow.correction import correct as correct_results
+from torchq.workflow.even_channels import (
+    DepthwiseInputs,
+    EvenChoice,
+    choose_even_channels_,
+    depthwise_layers,
+)
 from torchq.workflow.linear_factors import (
     FactorChoice,
     LinearInputs,
@@ -77,6 +83,7 @@ class CalibrationReport:
             the outputs of the model.
         factors: which linear layers divide the channels that they read by factors.
         averages: which ranges are averaged over samples.
+        even: which depthwise layers multiply the channels that they read by factors.
     """
 
     batches: int
@@ -89,6 +96,7 @@ class CalibrationReport:
     operators: OperatorChoice = field(default_factory=OperatorChoice)
     factors: FactorChoice = field(default_factory=FactorChoice)
     averages: RangeChoice = field(default_factory=RangeChoice)
+    even: EvenChoice = field(default_factory=EvenChoice)
 
     def table(self) -> str:
         """Return a row for every quantizer, and how many there are."""
@@ -143,6 +151,8 @@ class CalibrationReport:
             end += f"; {self.operators.line}"
         if self.factors.line:
             end += f"; {self.factors.line}"
+        if self.even.line:
+            end += f"; {self.even.line}"
         if self.averages.line:
             end += f"; {self.averages.line}"
         if self.correction is not None:
@@ -192,7 +202,9 @@ def calibrate(
             :mod:`torchq.workflow.added_operators`. A rule that names one keeps it, and the next
             calibration decides anew. Where linear layers carry the work, the channels that they
             read are divided by factors if the outputs are nearer to float then: see
-            :mod:`torchq.workflow.linear_factors`. Where no ``method`` is given, ranges of
+            :mod:`torchq.workflow.linear_factors`. Those that depthwise convolutions read are
+            brought to one size on the same condition: see :mod:`torchq.workflow.even_channels`.
+            Where no ``method`` is given, ranges of
             activations are averaged over samples if that brings the outputs nearer to float: see
             :mod:`torchq.workflow.averaged_ranges`.
         group: join the statistics of these processes (``torch.distributed.group.WORLD``), each
@@ -236,6 +248,7 @@ def calibrate(
         count = 0
         chosen = OperatorChoice()
         factors = FactorChoice()
+        even = EvenChoice()
         averages = RangeChoice()
         unseen: tuple[str, ...] = ()
         with _undone_on_error(model):
@@ -245,12 +258,14 @@ def calibrate(
             samples = None if batches is None else _samples(model, todo)
             joined = Concatenations(model, activations)
             inputs = LinearInputs({})
+            depthwise = DepthwiseInputs({}, method)
             ends = SampleEnds({}, method)
             if floats is not None:
                 ends = SampleEnds(activations, method)
                 to_set = {id(q) for q in todo.values()}
                 take_back_factors_(model, to_set)
                 inputs = LinearInputs(linear_layers(model, to_set, method))
+                depthwise = DepthwiseInputs(depthwise_layers(model, to_set), method)
             with _weights_after_errors(
                 model, pending := {id(q) for q in todo.values()}
             ):
@@ -259,6 +274,7 @@ def calibrate(
                     with (
                         observing,
                         inputs.recording(),
+                        depthwise.recording(),
                         ends.recording(),
                         joined.recording(),
                     ):
@@ -276,6 +292,10 @@ def calibrate(
                 averages = choose_ranges_(runs, ends, few, group)
                 if averages.averaged:
                     make_equal_(joined, activations, group)
+                even = choose_even_channels_(runs, depthwise, few, group)
+                averages = averages.without(
+                    f"{name}.input_quantizer" for name in even.layers
+                )
             done = _corrected(runs, count // 3, floats, group) if todo else None
     if corrects and done is None:
         warnings.warn(f"calibrate: {_READ_ONCE}", stacklevel=2)
@@ -290,6 +310,7 @@ def calibrate(
         chosen,
         factors,
         averages,
+        even,
     )
 
 

@@ -172,7 +172,7 @@ def equalize_(
         switched_off(quantizers(model).values()),
     ):
         flow = record(model, example, is_leaf)
-        pairs, skipped = _find_pairs(model, flow)
+        pairs, skipped = find_pairs(model, flow)
         layers = _layers_of(pairs)
         most = largest_change(_TOLERANCE, layers) if tolerance is None else tolerance
         before = [spread(channel_ranges(pair.first)) for pair in pairs]
@@ -194,7 +194,7 @@ def equalize_(
 
 
 @dataclass(frozen=True)
-class _Pair:
+class Pair:
     """Two layers, and their paths.
 
     Attributes:
@@ -210,13 +210,13 @@ class _Pair:
     clip: float = math.inf
 
 
-def _layers_of(pairs: list[_Pair]) -> list[Any]:
+def _layers_of(pairs: list[Pair]) -> list[Any]:
     return [layer for pair in pairs for layer in (pair.first, pair.second)]
 
 
-def _find_pairs(
+def find_pairs(
     model: nn.Module, flow: Flow, *, clipped: bool = False
-) -> tuple[list[_Pair], dict[str, str]]:
+) -> tuple[list[Pair], dict[str, str]]:
     """Return the pairs of layers in running order, and why other layers are no first of a pair.
 
     With ``clipped`` a function that clips at 0 and above may lie between them.
@@ -228,7 +228,7 @@ def _find_pairs(
         for name, m in layers.items()
         if obstacles[m] or not flow.calls_of(m)
     }
-    pairs: list[_Pair] = []
+    pairs: list[Pair] = []
     for call in flow.calls:
         if not is_layer(call.module) or call.name in skipped:
             continue
@@ -239,7 +239,7 @@ def _find_pairs(
                 reason = f"{second.name} reads other channels"
         if reason is None and second is not None:
             names = (call.name, second.name)
-            pairs.append(_Pair(names, call.module, second.module, clip))
+            pairs.append(Pair(names, call.module, second.module, clip))
         elif reason is not None:
             skipped[call.name] = reason
     return pairs, in_order(model, skipped)
@@ -310,7 +310,7 @@ def _channels_agree(first: nn.Module, second: nn.Module) -> bool:
     )
 
 
-def _equalize(pair: _Pair) -> float:
+def _equalize(pair: Pair) -> float:
     """Equalize the channels between two layers; return the largest ``|log(factor)|``."""
     r1 = channel_ranges(pair.first).double()
     r2 = channel_ranges(pair.second, inputs=True).double()
@@ -410,18 +410,18 @@ def evened_layers(
         if depthwise:
             pairs, _ = _find_depthwise_pairs(model, example, None)
         else:
-            pairs, _ = _find_pairs(model, record(model, example, is_leaf))
+            pairs, _ = find_pairs(model, record(model, example, is_leaf))
     return tuple(pair.names[1] for pair in pairs)
 
 
 def _find_depthwise_pairs(
     model: nn.Module, example: object, forward: Forward | None
-) -> tuple[list[_Pair], dict[str, str]]:
+) -> tuple[list[Pair], dict[str, str]]:
     """Return the pairs whose second layer is depthwise, and why others of these are in none."""
     flow = record(model, example, is_leaf, forward=forward)
-    all_pairs, reasons = _find_pairs(model, flow, clipped=True)
+    all_pairs, reasons = find_pairs(model, flow, clipped=True)
     behind = {pair.second: pair for pair in all_pairs}
-    pairs: list[_Pair] = []
+    pairs: list[Pair] = []
     skipped: dict[str, str] = {}
     for name, layer in model.named_modules():
         if not is_layer(layer) or not is_depthwise(layer):
@@ -461,7 +461,7 @@ def _why_in_no_pair(flow: Flow, layer: nn.Module, reasons: Mapping[str, str]) ->
     return f"behind {current.name}: {reasons.get(current.name, 'its channels differ')}"
 
 
-def _why_of_ranges(pair: _Pair) -> str | None:
+def _why_of_ranges(pair: Pair) -> str | None:
     """Return why factors would gain nothing, or cost more, with the ranges that there are."""
     for name, layer in zip(pair.names, (pair.first, pair.second), strict=True):
         quantizer = getattr(layer, "weight_quantizer", None)
@@ -480,7 +480,7 @@ def _is_whole(quantizer: TensorQuantizer) -> bool:
 class _Sizes:
     """The largest magnitude of each channel between the layers of pairs, over all batches."""
 
-    def __init__(self, pairs: list[_Pair]) -> None:
+    def __init__(self, pairs: list[Pair]) -> None:
         self._pairs = pairs
         self._made: dict[nn.Module, Tensor] = {}
         self._read: dict[nn.Module, Tensor] = {}
@@ -500,7 +500,7 @@ class _Sizes:
     def _see_read(self, layer: nn.Module, args: Any, kwargs: Any, _: None) -> None:
         _note(self._read, layer, first_input(args, kwargs).detach().abs())
 
-    def of(self, pair: _Pair) -> tuple[Tensor, Tensor]:
+    def of(self, pair: Pair) -> tuple[Tensor, Tensor]:
         """Return the sizes of what the first layer makes, and of what the second reads."""
         made, read = self._made.get(pair.first), self._read.get(pair.second)
         where = f"equalize_depthwise_: {pair.names[1]}"
@@ -523,7 +523,7 @@ def _note(sizes: dict[nn.Module, Tensor], layer: Any, magnitudes: Tensor) -> Non
     sizes[layer] = largest if before is None else torch.maximum(before, largest)
 
 
-def _equalize_input(pair: _Pair, made: Tensor, read: Tensor) -> EqualizedPair:
+def _equalize_input(pair: Pair, made: Tensor, read: Tensor) -> EqualizedPair:
     """Make the channels that a depthwise layer reads as large as each other."""
     factor = _factors(made, read, pair.clip)
     scale_(pair.first, factor)

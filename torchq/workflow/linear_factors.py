@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ from torchq.graph import version_of
 from torchq.nn import QuantModule, TensorQuantizer
 from torchq.swap.apply import keep_as_plan, plan_of
 from torchq.swap.plan import Factors, Plan
-from torchq.utils import undone_on_error, watching
+from torchq.utils import state_kept, undone_on_error, watching
 from torchq.workflow.added_operators import (
     UNNOTICED,
     FewSamples,
@@ -64,9 +64,9 @@ _MOST = 200.0
 #: What rules begin with that name no layer.
 _OF_KINDS = ("type:", "last", "first")
 #: The method of ranges that the ends of channels alone give.
-_BY_ENDS = "max"
+BY_ENDS = "max"
 #: The method of weights that looks at what their layer reads.
-_BY_OUTPUT = "activation"
+BY_OUTPUT = "activation"
 
 
 @dataclass(frozen=True)
@@ -175,8 +175,8 @@ def linear_layers(
             continue
         if _may_hold(module) and all(id(q) in to_set for q in pair_of(module)):
             of_input, of_weight = (q.descriptor for q in pair_of(module))
-            is_by_ends = (method or of_input.calib_method) == _BY_ENDS
-            if is_by_ends and of_weight.calib_method != _BY_OUTPUT:
+            is_by_ends = (method or of_input.calib_method) == BY_ENDS
+            if is_by_ends and of_weight.calib_method != BY_OUTPUT:
                 layers[path] = module
     return layers
 
@@ -197,8 +197,12 @@ def names_a_layer(rule: str) -> bool:
 
 
 def _may_hold(module: nn.Module) -> bool:
-    """Return True for a linear layer whose input and weight are rounded on fixed grids."""
-    if not isinstance(module, nn.Linear) or not isinstance(module, QuantModule):
+    return isinstance(module, nn.Linear) and rounds_on_fixed_grids(module)
+
+
+def rounds_on_fixed_grids(module: nn.Module) -> bool:
+    """Return True for a layer whose quantizers of input and weight could hold factors."""
+    if not isinstance(module, QuantModule):
         return False
     layer: Any = module
     return isinstance(layer.weight, nn.Parameter) and all(
@@ -263,7 +267,7 @@ class LinearInputs:
         # On CPUs torch.aminmax takes up to ten times as long along the first dimension.
         ends = torch.stack([flat.amin(0), flat.amax(0)])
         before = self.ends.get(name)
-        self.ends[name] = ends if before is None else _joined_ends(before, ends)
+        self.ends[name] = ends if before is None else joined_ends(before, ends)
         if self.first[name] == name:
             self._keep(name, flat)
 
@@ -276,7 +280,8 @@ class LinearInputs:
             self.rows[name] = rows if known is None else torch.cat([known, rows])
 
 
-def _joined_ends(one: Tensor, other: Tensor) -> Tensor:
+def joined_ends(one: Tensor, other: Tensor) -> Tensor:
+    """Return the ends of what lies between two pairs of ends, (2, channels)."""
     return torch.stack(
         [torch.minimum(one[0], other[0]), torch.maximum(one[1], other[1])]
     )
@@ -360,7 +365,7 @@ def _ends_of(
     ends = torch.stack([lows, -lows])
     for name in names:
         if name in inputs.ends:
-            ends = _joined_ends(ends, inputs.ends[name].to(ends))
+            ends = joined_ends(ends, inputs.ends[name].to(ends))
     if group is not None:
         # One reduction for both ends.
         largest = torch.stack([-ends[0], ends[1]])
@@ -380,7 +385,7 @@ def _set_(group: _Group, factors: Tensor | None) -> None:
     else:
         hold_factors_(group.layers, factors)
     for quantizer in dict.fromkeys(layer.input_quantizer for layer in group.layers):
-        quantizer.calibrate_on(quantizer.scaled(group.ends), _BY_ENDS)
+        quantizer.calibrate_on(quantizer.scaled(group.ends), BY_ENDS)
     for layer in group.layers:
         of_weight = layer.weight_quantizer
         of_weight.calibrate_on(of_weight.scaled(layer.weight))
@@ -432,7 +437,49 @@ def _best_factors(
 
 
 class _Dropped(Exception):
-    """The outputs are no nearer to those in float, so no quantizer holds factors."""
+    """The outputs are no nearer to those in float, so the quantizers stay as they were."""
+
+
+def change_if_nearer_(
+    runs: Runs,
+    few: FewSamples,
+    quantizers: Sequence[TensorQuantizer],
+    change: Callable[[], None],
+    least_gain: float,
+    group: dist.ProcessGroup | None,
+) -> tuple[Comparison, bool]:
+    """Change quantizers where the outputs are nearer to those in float then.
+
+    Args:
+        runs: a calibrated model, in eval mode.
+        few: samples of its batches.
+        quantizers: those that change.
+        change: makes the change.
+        least_gain: by how many dB the outputs must be nearer.
+        group: processes that decide together.
+
+    Returns:
+        The outputs before and after the change, and whether it is kept. They are not compared where
+        nobody would notice what they differ by.
+    """
+    model = runs.model
+    outputs = Comparison()
+    written = [b for q in quantizers for b in (*q.buffers(), *q.parameters())]
+    try:
+        with undone_on_error(*quantizers, written=written):
+            samples = few.of_all()
+            before = few.results()
+            if _noise_of(samples, before, model, group) <= UNNOTICED:
+                raise _Dropped
+            change()
+            after = results_of(model, samples)
+            outputs = compared(model, samples, before, after, group)
+            if not outputs.gain >= least_gain:
+                raise _Dropped
+    except _Dropped:
+        return outputs, False
+    few.forget_results()
+    return outputs, True
 
 
 def choose_factors_(
@@ -459,28 +506,24 @@ def choose_factors_(
     if not groups:
         return FactorChoice()
     quantizers = [q for one in groups for q in one.quantizers]
-    written = [b for q in quantizers for b in (*q.buffers(), *q.parameters())]
-    choice = FactorChoice()
-    try:
-        with undone_on_error(*quantizers, written=written):
-            chosen = _best_factors(groups, group)
-            if not chosen:
-                raise _Dropped
-            samples = few.of_all()
-            before = few.results()
-            if _noise_of(samples, before, model, group) <= UNNOTICED:
-                raise _Dropped
-            for one, factors in chosen:
-                _set_(one, _factors_of(one, factors.alpha))
-            after = results_of(model, samples)
-            outputs = compared(model, samples, before, after, group)
-            layers = {name: by for one, by in chosen for name in one.names}
-            choice = FactorChoice(tried=len(layers), outputs=outputs)
-            if not outputs.gain >= _LEAST_GAIN:
-                raise _Dropped
-    except _Dropped:
+    with ExitStack() as stack:
+        for quantizer in quantizers:
+            stack.enter_context(state_kept(quantizer))
+        chosen = _best_factors(groups, group)
+    if not chosen:
+        return FactorChoice()
+
+    def set_all() -> None:
+        for one, factors in chosen:
+            _set_(one, _factors_of(one, factors.alpha))
+
+    outputs, is_kept = change_if_nearer_(
+        runs, few, quantizers, set_all, _LEAST_GAIN, group
+    )
+    layers = {name: by for one, by in chosen for name in one.names}
+    choice = FactorChoice(tried=len(layers) if outputs.batches else 0, outputs=outputs)
+    if not is_kept:
         return choice
-    few.forget_results()
     plan = plan_of(model)
     rows = (replace(d, factors=layers.get(d.name)) for d in plan.decisions)
     keep_as_plan(model, replace(plan, decisions=tuple(rows)))
@@ -505,12 +548,12 @@ def take_back_factors_(model: nn.Module, pending: Iterable[int]) -> None:
     modules = dict(model.named_modules())
     rows = []
     for decision in plan.decisions:
-        if decision.factors is not None:
+        if decision.factors is not None or decision.even is not None:
             quantizers = pair_of(modules[decision.name])
             if all(id(q) in to_set for q in quantizers):
                 for quantizer in quantizers:
                     quantizer.pre_quant_scale = None
-                decision = replace(decision, factors=None)
+                decision = replace(decision, factors=None, even=None)
         rows.append(decision)
     if tuple(rows) != plan.decisions:
         keep_as_plan(model, replace(plan, decisions=tuple(rows)))

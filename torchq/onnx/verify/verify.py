@@ -20,7 +20,6 @@ from torchq.graph import call_arguments, call_model, tensors_in
 from torchq.graph.operators import BATCH_NORMS
 from torchq.nn import TensorQuantizer, switched_off
 from torchq.nn.convert import float_name
-from torchq.nn.correction import folded_corrections
 from torchq.nn.integer_bias import rounded_biases
 from torchq.onnx.coverage import Coverage
 from torchq.onnx.export import undo_export, unwrap
@@ -79,6 +78,7 @@ from torchq.runtime import (
     reference_runtime,
     runtime_of,
 )
+from torchq.swap.even_channels import as_in_files
 from torchq.utils import check_batches, evaluating, progress_bar
 from torchq.workflow import quantizers
 from torchq.workflow.changed_weights import warn_of_changed_weights
@@ -202,7 +202,7 @@ def _verified(
     runtime: Runtime | None = None,
     metric: Metric | None = None,
 ) -> VerifyReport:
-    with folded_corrections(model), named_errors(path):
+    with as_in_files(model), named_errors(path):
         comparison = _Comparison(
             model, path, whole=whole, progress=progress, runtime=runtime, metric=metric
         )
@@ -212,13 +212,13 @@ def _verified(
     with (
         torch.no_grad(),
         evaluating(model),
-        folded_corrections(model) as unfolded,
+        as_in_files(model) as as_in_model,
         ExitStack() as stack,
     ):
 
         def in_float(batch: Any) -> list[Tensor]:
             """Return the results of the float model."""
-            with unfolded(), switched_off(quantizers(model).values()):
+            with as_in_model(), switched_off(quantizers(model).values()):
                 return _results(model, batch)
 
         for file in comparison.compared:

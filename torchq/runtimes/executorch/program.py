@@ -22,10 +22,10 @@ from torchq.graph import call_arguments, call_model, map_tensors
 from torchq.lowering.api import simulated_copy
 from torchq.nn import TensorQuantizer
 from torchq.nn.convert import float_name
-from torchq.nn.correction import fold_corrections_
 from torchq.nn.integer_bias import rounded_biases
 from torchq.nn.tensor_quantizer import Delegate
 from torchq.runtimes.executorch.form import write_form
+from torchq.swap.even_channels import give_numbers_of_files_
 from torchq.utils import evaluating, plain_attention, state_kept
 from torchq.workflow import quantizers, weight_quantizers
 
@@ -79,7 +79,7 @@ def traced(model: nn.Module, example: object) -> tuple[ExportedProgram, dict[str
     args, kwargs = map_tensors(call_arguments(model, example), Tensor.contiguous)
     active = {path: q for path, q in quantizers(model).items() if q.quantizing}
     _check(model, active)
-    fold_corrections_(model)
+    give_numbers_of_files_(model)
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(evaluating(model))
