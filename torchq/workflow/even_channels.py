@@ -41,7 +41,7 @@ from torchq.nn import QuantModule, TensorQuantizer, switched_off
 from torchq.nn.batchnorm_folding import OutputScaling
 from torchq.swap.apply import keep_as_plan, plan_of
 from torchq.swap.plan import EvenChannels
-from torchq.utils import watching
+from torchq.utils import state_kept, watching
 from torchq.workflow.added_operators import FewSamples
 from torchq.workflow.equalization import Pair, find_pairs, is_depthwise
 from torchq.workflow.layer_changes import is_leaf
@@ -196,16 +196,24 @@ def choose_even_channels_(
     if not inputs.layers:
         return EvenChoice()
     sources = _sources(runs, inputs.layers, group)
+    factors: dict[str, Tensor] = {}
     chosen: dict[str, EvenChannels] = {}
+    for name, source in sources.items():
+        # A layer that is not worth factors keeps the range that it has.
+        with state_kept(inputs.layers[name].input_quantizer):
+            best, gain = _best_factors(name, inputs, group)
+        if gain >= _WORTH:
+            factors[name] = best
+            chosen[name] = EvenChannels(source, gain)
+    if not chosen:
+        return EvenChoice()
 
     def set_all() -> None:
-        for name, source in sources.items():
-            factors, gain = _best_factors(name, inputs, group)
-            if gain >= _WORTH:
-                _hold_(inputs.layers[name], factors)
-                chosen[name] = EvenChannels(source, gain)
+        for name, best in factors.items():
+            _hold_all_values_(name, inputs, group)
+            _hold_(inputs.layers[name], best)
 
-    held = [q for name in sources for q in pair_of(inputs.layers[name])]
+    held = [q for name in chosen for q in pair_of(inputs.layers[name])]
     outputs, is_kept = change_if_nearer_(runs, few, held, set_all, _LEAST_GAIN, group)
     choice = EvenChoice(tried=len(chosen) if outputs.batches else 0, outputs=outputs)
     if not is_kept:
@@ -305,9 +313,7 @@ def _best_factors(
     """
     layer = inputs.layers[name]
     quantizer = layer.input_quantizer
-    ends = _ends_of(name, inputs, group)
-    if (inputs.method or quantizer.descriptor.calib_method) == BY_ENDS:
-        quantizer.calibrate_on(ends, BY_ENDS)
+    ends = _hold_all_values_(name, inputs, group)
     values = inputs.values.get(name, ends.new_zeros(ends.shape[1], 0))
     errors = torch.stack([_errors(quantizer, values, 2.0**e) for e in _EXPONENTS])
     if group is not None:
@@ -325,6 +331,17 @@ def _best_factors(
         return best.exp2(), 0.0
     gain = 10 * math.log10(before / after) if after else _MOST
     return best.exp2(), min(gain, _MOST)
+
+
+def _hold_all_values_(
+    name: str, inputs: DepthwiseInputs, group: dist.ProcessGroup | None
+) -> Tensor:
+    """Let the range of an input hold all values, where ends give it; return these by channel."""
+    quantizer = inputs.layers[name].input_quantizer
+    ends = _ends_of(name, inputs, group)
+    if (inputs.method or quantizer.descriptor.calib_method) == BY_ENDS:
+        quantizer.calibrate_on(ends, BY_ENDS)
+    return ends
 
 
 def _ends_of(

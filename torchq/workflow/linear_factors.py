@@ -455,7 +455,7 @@ def change_if_nearer_(
         few: samples of its batches.
         quantizers: those that change.
         change: makes the change.
-        least_gain: by how many dB the outputs must be nearer.
+        least_gain: by more than how many dB the outputs must be nearer.
         group: processes that decide together.
 
     Returns:
@@ -474,7 +474,7 @@ def change_if_nearer_(
             change()
             after = results_of(model, samples)
             outputs = compared(model, samples, before, after, group)
-            if not outputs.gain >= least_gain:
+            if not outputs.gain > least_gain:
                 raise _Dropped
     except _Dropped:
         return outputs, False
