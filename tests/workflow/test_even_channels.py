@@ -243,6 +243,23 @@ def test_the_choice_is_copied_saved_and_made_anew(tmp_path: Path) -> None:
     assert any(factors is not None for factors in held)
 
 
+def test_layers_that_keep_their_ranges_keep_their_factors(tmp_path: Path) -> None:
+    model = network()
+    calibrated(model)
+    of_layer: Any = model.get_submodule("1.2")
+    of_layer.input_quantizer.forget_amax()
+    of_layer.weight_quantizer.forget_amax()
+    with pytest.warns(UserWarning, match="14 quantizers .* keep their ranges"):
+        report = torchq.calibrate(model, batches(), progress=False)
+    assert list(report.even.layers) == ["1.2"]
+    assert all(
+        torchq.swap.plan_of(model).decision(name).even is not None for name in DEPTHWISE
+    )
+    path = tmp_path / "net.onnx"
+    torchq.export_onnx(model, batches()[0], path, progress=False)
+    assert "Mul" not in {node.op_type for node in onnx.load(str(path)).graph.node}
+
+
 def test_an_image_without_a_batch_and_audio_are_calibrated_too() -> None:
     torch.manual_seed(0)
     expand = nn.Conv1d(4, 16, 1)

@@ -16,7 +16,7 @@ from torchq.config import Rule
 from torchq.errors import ConfigError
 from torchq.swap import plan_of
 from torchq.swap.plan import Plan
-from torchq.workflow import linear_factors
+from torchq.workflow import input_factors, linear_factors
 from torchq.workflow.runs import without_padding
 
 SIZE = 32
@@ -155,7 +155,7 @@ def test_outputs_that_nobody_can_tell_from_float_are_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = quantized()
-    monkeypatch.setattr(linear_factors, "UNNOTICED", 1e9)
+    monkeypatch.setattr(input_factors, "UNNOTICED", 1e9)
     report = calibrated(model)
     assert report.factors.tried == 0
     assert model.query.input_quantizer.pre_quant_scale is None

@@ -30,6 +30,7 @@ from torchq.utils import (
     watching,
 )
 from torchq.workflow import quantizers
+from torchq.workflow.input_factors import pair_of, why_no_factors
 from torchq.workflow.layer_changes import (
     change_checked,
     check_finite,
@@ -47,9 +48,7 @@ from torchq.workflow.layer_matrices import channel_ranges, spread
 from torchq.workflow.linear_factors import (
     channel_factors,
     hold_factors_,
-    pair_of,
     powers_of_two,
-    why_no_factors,
 )
 
 _ALPHAS = tuple(i / 10 for i in range(10))

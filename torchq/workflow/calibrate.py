@@ -34,12 +34,12 @@ from torchq.workflow.even_channels import (
     choose_even_channels_,
     depthwise_layers,
 )
+from torchq.workflow.input_factors import take_back_factors_
 from torchq.workflow.linear_factors import (
-    FactorChoice,
+    LinearFactorChoice,
     LinearInputs,
     choose_factors_,
     linear_layers,
-    take_back_factors_,
 )
 from torchq.workflow.modes import quantizers, weight_quantizers
 from torchq.workflow.nearly_equal_ranges import Concatenations, make_equal_
@@ -94,7 +94,7 @@ class CalibrationReport:
     correction: Correction | None = None
     evaluation: str = ""
     operators: OperatorChoice = field(default_factory=OperatorChoice)
-    factors: FactorChoice = field(default_factory=FactorChoice)
+    factors: LinearFactorChoice = field(default_factory=LinearFactorChoice)
     averages: RangeChoice = field(default_factory=RangeChoice)
     even: EvenChoice = field(default_factory=EvenChoice)
 
@@ -247,7 +247,7 @@ def calibrate(
         runs = Runs(model, () if batches is None else batches, forward)
         count = 0
         chosen = OperatorChoice()
-        factors = FactorChoice()
+        factors = LinearFactorChoice()
         even = EvenChoice()
         averages = RangeChoice()
         unseen: tuple[str, ...] = ()

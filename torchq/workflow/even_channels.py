@@ -25,7 +25,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -39,24 +38,27 @@ from torchq.graph import Flow, record
 from torchq.graph.operators import BATCH_NORMS, TRANSPOSED
 from torchq.nn import QuantModule, TensorQuantizer, switched_off
 from torchq.nn.batchnorm_folding import OutputScaling
-from torchq.swap.apply import keep_as_plan, plan_of
+from torchq.swap.apply import plan_of
 from torchq.swap.plan import EvenChannels
 from torchq.utils import state_kept, watching
 from torchq.workflow.added_operators import FewSamples
 from torchq.workflow.equalization import Pair, find_pairs, is_depthwise
-from torchq.workflow.layer_changes import is_leaf
-from torchq.workflow.linear_factors import (
+from torchq.workflow.input_factors import (
     BY_ENDS,
     BY_OUTPUT,
-    change_if_nearer_,
+    MOST_GAIN,
+    FactorChoice,
+    ends_of_ranks,
+    hold_if_nearer_,
     joined_ends,
     names_a_layer,
     pair_of,
     rounds_on_fixed_grids,
     why_no_factors,
 )
+from torchq.workflow.layer_changes import is_leaf
 from torchq.workflow.modes import quantizers
-from torchq.workflow.runs import Comparison, Runs
+from torchq.workflow.runs import Runs
 
 #: Exponents of factors that are tried. The first of equal ones is taken.
 _EXPONENTS = (0, -1, 1, 2, 3, 4, 5, 6, 7, 8)
@@ -69,35 +71,13 @@ _WORTH = 1.0
 #: By how many dB the outputs must be nearer to float. Files and kernels take no longer with
 #: factors, so nothing speaks against a small gain.
 _LEAST_GAIN = 0.0
-#: The gain of an input, in dB, that is written where its error is gone.
-_MOST = 200.0
 
 
-@dataclass(frozen=True)
-class EvenChoice:
-    """What calibration found out about the sizes of channels that depthwise layers read.
+class EvenChoice(FactorChoice):
+    """What calibration found out about the sizes of channels that depthwise layers read."""
 
-    Attributes:
-        layers: path of each layer whose quantizers hold factors -> how they were chosen.
-        tried: how many layers had factors when the outputs were compared.
-        outputs: the outputs without and with them.
-    """
-
-    layers: Mapping[str, EvenChannels] = field(default_factory=dict)
-    tried: int = 0
-    outputs: Comparison = field(default_factory=Comparison)
-
-    @property
-    def line(self) -> str:
-        """Say in one line what has factors, and what that does; "" where nothing has."""
-        if not self.layers:
-            return ""
-        first = next(iter(self.layers))
-        does = "layer reads" if len(self.layers) == 1 else "layers read"
-        return (
-            f"{len(self.layers)} depthwise {does} channels of one size: {self.outputs}; "
-            f"torchq.swap.plan_of(model).explain({first!r})"
-        )
+    kind = "depthwise"
+    channels = "channels of one size"
 
 
 # --- what layers read -----------------------------------------------------------------------------
@@ -192,7 +172,6 @@ def choose_even_channels_(
     Returns:
         What was found out, with the outputs before and after it.
     """
-    model = runs.model
     if not inputs.layers:
         return EvenChoice()
     sources = _sources(runs, inputs.layers, group)
@@ -214,14 +193,8 @@ def choose_even_channels_(
             _hold_(inputs.layers[name], best)
 
     held = [q for name in chosen for q in pair_of(inputs.layers[name])]
-    outputs, is_kept = change_if_nearer_(runs, few, held, set_all, _LEAST_GAIN, group)
-    choice = EvenChoice(tried=len(chosen) if outputs.batches else 0, outputs=outputs)
-    if not is_kept:
-        return choice
-    plan = plan_of(model)
-    rows = (replace(d, even=chosen.get(d.name)) for d in plan.decisions)
-    keep_as_plan(model, replace(plan, decisions=tuple(rows)))
-    return replace(choice, layers=chosen)
+    choice = EvenChoice(chosen)
+    return hold_if_nearer_(choice, runs, few, held, set_all, _LEAST_GAIN, group)
 
 
 def _sources(
@@ -329,8 +302,8 @@ def _best_factors(
     before, after = float(errors[0].sum()), float(least.sum())
     if not math.isfinite(before) or not after < before:
         return best.exp2(), 0.0
-    gain = 10 * math.log10(before / after) if after else _MOST
-    return best.exp2(), min(gain, _MOST)
+    gain = 10 * math.log10(before / after) if after else MOST_GAIN
+    return best.exp2(), min(gain, MOST_GAIN)
 
 
 def _hold_all_values_(
@@ -351,12 +324,7 @@ def _ends_of(
     layer = inputs.layers[name]
     none = layer.weight.new_zeros(2, layer.in_channels)
     ends = joined_ends(none, inputs.ends.get(name, none))
-    if group is not None:
-        # One reduction for both ends.
-        largest = torch.stack([-ends[0], ends[1]])
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-        ends = torch.stack([-largest[0], largest[1]])
-    return ends
+    return ends_of_ranks(ends, group)
 
 
 def _errors(quantizer: TensorQuantizer, values: Tensor, factor: float) -> Tensor:

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,21 +28,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchq.formats import PerAxis, PerTensor
 from torchq.graph import version_of
-from torchq.nn import QuantModule, TensorQuantizer
-from torchq.swap.apply import keep_as_plan, plan_of
+from torchq.nn import TensorQuantizer
+from torchq.swap.apply import plan_of
 from torchq.swap.plan import Factors, Plan
-from torchq.utils import state_kept, undone_on_error, watching
-from torchq.workflow.added_operators import (
-    UNNOTICED,
-    FewSamples,
-    Sample,
-    compared,
-    results_of,
+from torchq.utils import state_kept, watching
+from torchq.workflow.added_operators import FewSamples
+from torchq.workflow.input_factors import (
+    BY_ENDS,
+    BY_OUTPUT,
+    MOST_GAIN,
+    FactorChoice,
+    ends_of_ranks,
+    hold_if_nearer_,
+    joined_ends,
+    names_a_layer,
+    pair_of,
+    rounds_on_fixed_grids,
+    why_no_factors,
 )
 from torchq.workflow.layer_matrices import channel_ranges
-from torchq.workflow.runs import Comparison, Runs
+from torchq.workflow.runs import Runs
 
 #: Exponents that are tried for each input; see :func:`channel_factors`.
 _ALPHAS = (0.5, 0.8)
@@ -59,41 +65,13 @@ _WORTH = 0.8
 _LEAST_GAIN = 1.0
 #: The part of the work of a model that its linear layers must have.
 _SHARE = 0.5
-#: The gain of a layer, in dB, that is written where its error is gone.
-_MOST = 200.0
-#: What rules begin with that name no layer.
-_OF_KINDS = ("type:", "last", "first")
-#: The method of ranges that the ends of channels alone give.
-BY_ENDS = "max"
-#: The method of weights that looks at what their layer reads.
-BY_OUTPUT = "activation"
 
 
-@dataclass(frozen=True)
-class FactorChoice:
-    """What calibration found out about factors of the channels that linear layers read.
+class LinearFactorChoice(FactorChoice):
+    """What calibration found out about factors of the channels that linear layers read."""
 
-    Attributes:
-        layers: path of each layer whose quantizers hold factors -> how they were chosen.
-        tried: how many layers had factors when the outputs were compared.
-        outputs: the outputs without and with them.
-    """
-
-    layers: Mapping[str, Factors] = field(default_factory=dict)
-    tried: int = 0
-    outputs: Comparison = field(default_factory=Comparison)
-
-    @property
-    def line(self) -> str:
-        """Say in one line what has factors, and what that does; "" where nothing has."""
-        if not self.layers:
-            return ""
-        first = next(iter(self.layers))
-        does = "layer reads" if len(self.layers) == 1 else "layers read"
-        return (
-            f"{len(self.layers)} linear {does} channels divided by factors (SmoothQuant): "
-            f"{self.outputs}; torchq.swap.plan_of(model).explain({first!r})"
-        )
+    kind = "linear"
+    channels = "channels divided by factors (SmoothQuant)"
 
 
 # --- factors, for calibration and for smooth_ -----------------------------------------------------
@@ -119,36 +97,12 @@ def powers_of_two(factors: Tensor) -> Tensor:
     return exponents.exp2()
 
 
-def pair_of(layer: Any) -> tuple[Any, Any]:
-    """Return the quantizers of the input and of the weight of a linear layer."""
-    return layer.input_quantizer, layer.weight_quantizer
-
-
 def hold_factors_(layers: Iterable[object], factors: Tensor) -> None:
     """Let quantizers divide what layers read by factors, and multiply their weights by them."""
     for layer in layers:
         of_input, of_weight = pair_of(layer)
         of_input.pre_quant_scale = factors.reciprocal()
         of_weight.pre_quant_scale = factors.unsqueeze(0)
-
-
-def why_no_factors(model: nn.Module, layers: Sequence[Any]) -> str:
-    """Return why the quantizers of layers that read one tensor cannot hold factors; "" if so."""
-    in_groups = {id(q) for layer in layers for q in pair_of(layer)}
-    held = {id(layer) for layer in layers}
-    for module in model.modules():
-        children = {id(child) for child in module.children()}
-        if id(module) not in held and not children.isdisjoint(in_groups):
-            return "its input has the quantizer of another module too"
-    for layer in layers:
-        if not all(isinstance(q, TensorQuantizer) for q in pair_of(layer)):
-            return "its weight is not quantized"
-        if any(q.pre_quant_scale is not None for q in pair_of(layer)):
-            return "its quantizers have factors already"
-        granularity = layer.weight_quantizer.descriptor.granularity
-        if granularity not in (PerTensor(), PerAxis((0,))):
-            return "its weight has scales along its input channels"
-    return ""
 
 
 # --- what layers read -----------------------------------------------------------------------------
@@ -191,30 +145,8 @@ def _linear_share(plan: Plan) -> float:
     return sum(linear) / total
 
 
-def names_a_layer(rule: str) -> bool:
-    """Return True for a rule that someone wrote about modules by their paths."""
-    return bool(rule) and not rule.startswith(_OF_KINDS) and rule != "*"
-
-
 def _may_hold(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and rounds_on_fixed_grids(module)
-
-
-def rounds_on_fixed_grids(module: nn.Module) -> bool:
-    """Return True for a layer whose quantizers of input and weight could hold factors."""
-    if not isinstance(module, QuantModule):
-        return False
-    layer: Any = module
-    return isinstance(layer.weight, nn.Parameter) and all(
-        isinstance(q, TensorQuantizer)
-        and q.quantizing
-        and q.pre_quant_scale is None
-        and q.delegate is None
-        and q.descriptor.fake_quant
-        and q.descriptor.format.is_integer
-        and isinstance(q.descriptor.granularity, (PerTensor, PerAxis))
-        for q in pair_of(layer)
-    )
 
 
 class LinearInputs:
@@ -278,13 +210,6 @@ class LinearInputs:
             few = min(wanted, _ROWS_OF_CALL)
             rows = flat[:: max(1, len(flat) // few)][:few].clone()
             self.rows[name] = rows if known is None else torch.cat([known, rows])
-
-
-def joined_ends(one: Tensor, other: Tensor) -> Tensor:
-    """Return the ends of what lies between two pairs of ends, (2, channels)."""
-    return torch.stack(
-        [torch.minimum(one[0], other[0]), torch.maximum(one[1], other[1])]
-    )
 
 
 @dataclass(frozen=True)
@@ -366,12 +291,7 @@ def _ends_of(
     for name in names:
         if name in inputs.ends:
             ends = joined_ends(ends, inputs.ends[name].to(ends))
-    if group is not None:
-        # One reduction for both ends.
-        largest = torch.stack([-ends[0], ends[1]])
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-        ends = torch.stack([-largest[0], largest[1]])
-    return ends
+    return ends_of_ranks(ends, group)
 
 
 # --- choosing -------------------------------------------------------------------------------------
@@ -430,56 +350,10 @@ def _best_factors(
     for one, (without, *tried) in zip(groups, sums.tolist(), strict=True):
         least = min(tried)
         if least < _WORTH * without:
-            gain = 10 * math.log10(without / least) if least else _MOST
-            factors = Factors(_ALPHAS[tried.index(least)], min(gain, _MOST))
+            gain = 10 * math.log10(without / least) if least else MOST_GAIN
+            factors = Factors(_ALPHAS[tried.index(least)], min(gain, MOST_GAIN))
             chosen.append((one, factors))
     return chosen
-
-
-class _Dropped(Exception):
-    """The outputs are no nearer to those in float, so the quantizers stay as they were."""
-
-
-def change_if_nearer_(
-    runs: Runs,
-    few: FewSamples,
-    quantizers: Sequence[TensorQuantizer],
-    change: Callable[[], None],
-    least_gain: float,
-    group: dist.ProcessGroup | None,
-) -> tuple[Comparison, bool]:
-    """Change quantizers where the outputs are nearer to those in float then.
-
-    Args:
-        runs: a calibrated model, in eval mode.
-        few: samples of its batches.
-        quantizers: those that change.
-        change: makes the change.
-        least_gain: by more than how many dB the outputs must be nearer.
-        group: processes that decide together.
-
-    Returns:
-        The outputs before and after the change, and whether it is kept. They are not compared where
-        nobody would notice what they differ by.
-    """
-    model = runs.model
-    outputs = Comparison()
-    written = [b for q in quantizers for b in (*q.buffers(), *q.parameters())]
-    try:
-        with undone_on_error(*quantizers, written=written):
-            samples = few.of_all()
-            before = few.results()
-            if _noise_of(samples, before, model, group) <= UNNOTICED:
-                raise _Dropped
-            change()
-            after = results_of(model, samples)
-            outputs = compared(model, samples, before, after, group)
-            if not outputs.gain > least_gain:
-                raise _Dropped
-    except _Dropped:
-        return outputs, False
-    few.forget_results()
-    return outputs, True
 
 
 def choose_factors_(
@@ -487,7 +361,7 @@ def choose_factors_(
     inputs: LinearInputs,
     few: FewSamples,
     group: dist.ProcessGroup | None = None,
-) -> FactorChoice:
+) -> LinearFactorChoice:
     """Let quantizers of linear layers hold factors where the outputs are nearer to float then.
 
     Args:
@@ -501,59 +375,22 @@ def choose_factors_(
     """
     model = runs.model
     if not inputs.layers:
-        return FactorChoice()
+        return LinearFactorChoice()
     groups = _groups(model, inputs, group)
     if not groups:
-        return FactorChoice()
+        return LinearFactorChoice()
     quantizers = [q for one in groups for q in one.quantizers]
     with ExitStack() as stack:
         for quantizer in quantizers:
             stack.enter_context(state_kept(quantizer))
         chosen = _best_factors(groups, group)
     if not chosen:
-        return FactorChoice()
+        return LinearFactorChoice()
 
     def set_all() -> None:
         for one, factors in chosen:
             _set_(one, _factors_of(one, factors.alpha))
 
-    outputs, is_kept = change_if_nearer_(
-        runs, few, quantizers, set_all, _LEAST_GAIN, group
-    )
     layers = {name: by for one, by in chosen for name in one.names}
-    choice = FactorChoice(tried=len(layers) if outputs.batches else 0, outputs=outputs)
-    if not is_kept:
-        return choice
-    plan = plan_of(model)
-    rows = (replace(d, factors=layers.get(d.name)) for d in plan.decisions)
-    keep_as_plan(model, replace(plan, decisions=tuple(rows)))
-    return replace(choice, layers=layers)
-
-
-def _noise_of(
-    samples: Sequence[Sample],
-    results: Sequence[Sequence[Tensor]],
-    model: nn.Module,
-    group: dist.ProcessGroup | None,
-) -> float:
-    """Return the noise in results over their signal, of all ranks; 0 where nothing compares."""
-    exact = [sample.exact for sample in samples]
-    return compared(model, samples, exact, results, group).after or 0.0
-
-
-def take_back_factors_(model: nn.Module, pending: Iterable[int]) -> None:
-    """Let quantizers that calibration sets anew lose the factors of an earlier one, in place."""
-    plan = plan_of(model)
-    to_set = set(pending)
-    modules = dict(model.named_modules())
-    rows = []
-    for decision in plan.decisions:
-        if decision.factors is not None or decision.even is not None:
-            quantizers = pair_of(modules[decision.name])
-            if all(id(q) in to_set for q in quantizers):
-                for quantizer in quantizers:
-                    quantizer.pre_quant_scale = None
-                decision = replace(decision, factors=None, even=None)
-        rows.append(decision)
-    if tuple(rows) != plan.decisions:
-        keep_as_plan(model, replace(plan, decisions=tuple(rows)))
+    choice = LinearFactorChoice(layers)
+    return hold_if_nearer_(choice, runs, few, quantizers, set_all, _LEAST_GAIN, group)
