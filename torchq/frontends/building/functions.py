@@ -361,6 +361,12 @@ def ranked(
     return values.narrow(axis, 0, int(count)), places.narrow(axis, 0, int(count))
 
 
+def positive(indices: Tensor, size: int) -> Tensor:
+    """Return indices of which negative ones counted from the end."""
+    indices = indices.to(torch.int64)
+    return torch.where(indices < 0, indices + size, indices)
+
+
 @one_call
 def lookup(x: Tensor, places: Tensor, axis: int) -> Tensor:
     """Return entries of ``x`` along ``axis``, which is not negative, in the shape of ``places``."""

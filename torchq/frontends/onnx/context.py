@@ -262,6 +262,8 @@ class NodeContext(FileNode):
 #: The element types that torch computes with on every device.
 _NAMES = "float32 float64 float16 bfloat16 bool uint8 int8 int16 int32 int64"
 NUMBERS = frozenset(getattr(torch, name) for name in _NAMES.split())
+#: Those that torch stores, and computes little with.
+UNSIGNED = frozenset([torch.uint16, torch.uint32, torch.uint64])
 #: From an operator, behind its domain and a dot if that is not ONNX's own, to its converter and the
 #: element types that this can handle, None for any that torch has.
 CONVERTERS = Converters("ONNX operator")

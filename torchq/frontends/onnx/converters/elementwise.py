@@ -11,7 +11,14 @@ from torch import Tensor, fx, nn
 from torchq.frontends.building.functions import hard_sigmoid
 from torchq.frontends.building.graph import Constant, Ints, Value
 from torchq.frontends.building.one_call import one_call
-from torchq.frontends.onnx.context import NUMBERS, NodeContext, converter, row
+from torchq.frontends.onnx.context import (
+    NUMBERS,
+    UNSIGNED,
+    NodeContext,
+    converter,
+    row,
+)
+from torchq.frontends.onnx.converters.bits import unsigned
 from torchq.frontends.onnx.reader import dtype_of
 
 #: From an operator to the functions for tensors and for numbers.
@@ -62,8 +69,10 @@ def _on_sizes(
     return node.sizes([node.arithmetic(function, *row) for row in rows], scalar, dtype)
 
 
-@converter(*_NUMERIC)
+@converter(*_NUMERIC, dtypes=NUMBERS | UNSIGNED)
 def _numeric(node: NodeContext) -> Value:
+    if node.dtype(0) in UNSIGNED:
+        return node.call(unsigned, node.op_type, *node.inputs)
     on_tensors, on_numbers = _NUMERIC[node.op_type]
     dtype = None if node.op_type in ("Add", "Sub", "Mul", "Div") else torch.bool
     sizes = _on_sizes(node, on_numbers, dtype)
@@ -88,7 +97,15 @@ def _as_bias(node: NodeContext) -> Value:
     return None
 
 
-@converter("Pow")
+@converter("Mod", dtypes=NUMBERS | UNSIGNED)
+def _mod(node: NodeContext) -> Value:
+    fmod = node.attr("fmod", 0)
+    if node.dtype(0) in UNSIGNED:
+        return node.call(unsigned, node.op_type, *node.inputs)
+    return node.call(remainder, *node.inputs, fmod)
+
+
+@converter("Pow", dtypes=NUMBERS | UNSIGNED)
 def _pow(node: NodeContext) -> Value:
     exponent = scalar_or_value(node, 1)
     if node.floating(0) and isinstance(exponent, (int, float)):
@@ -125,9 +142,14 @@ _VARIADIC: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None]] = {
 }
 
 
-@converter(*_VARIADIC)
+@converter(*_VARIADIC, dtypes=NUMBERS | UNSIGNED)
 def _variadic(node: NodeContext) -> Value:
     on_tensors, on_sizes = _VARIADIC[node.op_type]
+    if node.dtype(0) in UNSIGNED:
+        first, *others = node.inputs
+        return reduce(
+            lambda a, b: node.call(unsigned, node.op_type, a, b), others, first
+        )
     if on_sizes is not None and len(node.inputs) == 2:
         sizes = _on_sizes(node, on_sizes)
         if sizes is not None:
@@ -140,9 +162,15 @@ def _variadic(node: NodeContext) -> Value:
 
 @converter("IsInf")
 def _is_inf(node: NodeContext) -> Value:
-    if not node.attr("detect_positive", 1) or not node.attr("detect_negative", 1):
-        node.refuse("it looks for one sign alone; expected both")
-    return node.call(torch.isinf, node.inputs[0])
+    positive, negative = (
+        node.attr("detect_positive", 1),
+        node.attr("detect_negative", 1),
+    )
+    functions = {(1, 1): torch.isinf, (1, 0): torch.isposinf, (0, 1): torch.isneginf}
+    function = functions.get((bool(positive), bool(negative)))
+    if function is None:
+        node.refuse("it looks for no infinity; expected one sign at least")
+    return node.call(function, node.inputs[0])
 
 
 @converter("Neg")
@@ -194,10 +222,10 @@ def _identity(node: NodeContext) -> Value:
 
 @converter("Selu")
 def _selu(node: NodeContext) -> Value:
-    for name, number in (("alpha", 1.6732632), ("gamma", 1.0507010)):
-        if abs(node.attr(name, number) - number) > 1e-6:
-            node.refuse(f"its {name} is {node.attr(name)}; expected {number}")
-    return node.module(nn.SELU(), node.inputs[0])
+    alpha, gamma = node.attr("alpha", 1.6732632), node.attr("gamma", 1.0507010)
+    if abs(alpha - 1.6732632) < 1e-6 and abs(gamma - 1.0507010) < 1e-6:
+        return node.module(nn.SELU(), node.inputs[0])
+    return node.call(torch.mul, node.module(nn.ELU(alpha), node.inputs[0]), gamma)
 
 
 @converter("HardSigmoid")
@@ -236,6 +264,16 @@ def _softmax(node: NodeContext) -> Value:
     # Before opset 13 the axes from ``axis`` on count as one.
     flat = node.call(torch.flatten, node.inputs[0], axis)
     return node.call(torch.Tensor.view_as, node.module(cls(-1), flat), node.inputs[0])
+
+
+@converter("Hardmax")
+def _hardmax(node: NodeContext) -> Value:
+    axis = node.attr("axis", -1 if node.version >= 13 else 1)
+    if node.version >= 13:
+        return node.call(hardmax, node.inputs[0], axis)
+    # Before opset 13 the axes from ``axis`` on count as one.
+    flat = node.call(torch.flatten, node.inputs[0], axis)
+    return node.call(torch.Tensor.view_as, node.call(hardmax, flat, -1), node.inputs[0])
 
 
 @converter("Clip")
@@ -308,9 +346,22 @@ def prelu(x: Tensor, slope: Tensor) -> Tensor:
     return torch.where(x < 0, slope * x, x)
 
 
-_SAME_NAMES = (
-    "Abs Atan Ceil Cos Erf Exp Floor IsNaN Log Reciprocal Round Sign Sin Sqrt Tan"
-)
+@one_call
+def hardmax(x: Tensor, axis: int) -> Tensor:
+    """Return 1 at the first largest element along ``axis``, 0 elsewhere."""
+    places = torch.argmax(x, axis, keepdim=True)
+    return torch.zeros_like(x).scatter(axis, places, 1)
+
+
+@one_call
+def shrink(x: Tensor, bias: float, limit: float) -> Tensor:
+    """Return ``x`` moved by ``bias`` toward 0, and 0 where it is not beyond ``limit``."""
+    above = torch.where(x > limit, (x - bias).to(x.dtype), 0)
+    return torch.where(x < -limit, (x + bias).to(x.dtype), above)
+
+
+_SAME_NAMES = """Abs Acos Acosh Asin Asinh Atan Atanh Ceil Cos Cosh Erf Exp Floor IsNaN Log
+    Reciprocal Round Sign Sin Sinh Sqrt Tan"""
 for _name in _SAME_NAMES.split():
     row(_name, getattr(torch, _name.lower()))
 for _name in ("And", "Or", "Xor"):
@@ -321,5 +372,5 @@ row("Relu", nn.ReLU)
 row("HardSwish", nn.Hardswish)
 row("Elu", nn.ELU, alpha=1.0)
 row("Gelu", nn.GELU, approximate="none")
+row("Shrink", shrink, bias=0.0, lambd=0.5)
 row("LeakyRelu", nn.LeakyReLU, alpha=0.01)
-row("Mod", remainder, fmod=0)

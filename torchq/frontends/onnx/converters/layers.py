@@ -27,7 +27,7 @@ from torchq.frontends.building.layers import (
     symmetric,
 )
 from torchq.frontends.building.one_call import one_call
-from torchq.frontends.onnx.context import NodeContext, converter
+from torchq.frontends.onnx.context import NodeContext, converter, row
 from torchq.frontends.onnx.converters.quantization import module_name, weighted
 
 
@@ -232,6 +232,16 @@ def _matmul(node: NodeContext) -> Value:
     if isinstance(weight, Constant) and weight.tensor.dim() == 2 and node.floating(1):
         return _linear(node, node.inputs[0], weight, True, None)
     return node.call(torch.matmul, *node.inputs)
+
+
+@one_call
+def determinant(x: Tensor) -> Tensor:
+    """Return the determinants of matrices, computed in float32 at least."""
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    return torch.linalg.det(wide).to(x.dtype)
+
+
+row("Det", determinant)
 
 
 @converter("Gemm")

@@ -13,14 +13,16 @@ from torchq.frontends.building.functions import (
     depth_to_space,
     lookup,
     permuted,
+    positive,
     ranked,
     slice_axis,
     space_to_depth,
 )
 from torchq.frontends.building.graph import Constant, Ints, Value
 from torchq.frontends.building.one_call import one_call
-from torchq.frontends.onnx.context import CONVERTERS, NodeContext, converter
+from torchq.frontends.onnx.context import CONVERTERS, NUMBERS, NodeContext, converter
 from torchq.frontends.onnx.converters.quantization import module_name
+from torchq.frontends.onnx.reader import dtype_of
 
 
 @converter("Constant", dtypes=None)
@@ -86,6 +88,21 @@ def _constant_of_shape(node: NodeContext) -> Value:
         return Constant(one.expand(sizes))  # type: ignore[arg-type]
     shape = node.inputs[0] if sizes is None else sizes
     return node.call(constant_of_shape, shape, number, value.dtype)
+
+
+@converter("EyeLike")
+def _eye_like(node: NodeContext) -> Value:
+    dtype = dtype_of(node.attr("dtype", 0))
+    if node.attr("dtype", 0) and dtype not in NUMBERS:
+        node.refuse("torch computes nothing with its elements")
+    return node.call(eye_like, node.inputs[0], node.attr("k", 0), dtype)
+
+
+@one_call
+def eye_like(x: Tensor, k: int, dtype: torch.dtype | None) -> Tensor:
+    """Return a matrix of the sizes of ``x`` with ones on its k-th diagonal."""
+    rows, columns = (torch.arange(size, device=x.device) for size in x.shape)
+    return (rows.unsqueeze(1) + k == columns).to(dtype or x.dtype)
 
 
 @converter("Range")
@@ -454,23 +471,17 @@ def split(
     return torch.split(x, _numbers(sizes), axis)
 
 
-def _positive(indices: Tensor, size: int) -> Tensor:
-    """Return indices of which negative ones counted from the end."""
-    indices = indices.to(torch.int64)
-    return torch.where(indices < 0, indices + size, indices)
-
-
 @one_call
 def gather(x: Tensor, indices: Tensor, axis: int) -> Tensor:
     """Return the entries of ``x`` along ``axis`` that ``indices`` name."""
     axis = axis % x.dim()
-    return lookup(x, _positive(indices, x.shape[axis]), axis)
+    return lookup(x, positive(indices, x.shape[axis]), axis)
 
 
 @one_call
 def gather_elements(x: Tensor, indices: Tensor, axis: int) -> Tensor:
     """Return one element of ``x`` for each index, looked up along ``axis``."""
-    return torch.gather(x, axis, _positive(indices, x.shape[axis]))
+    return torch.gather(x, axis, positive(indices, x.shape[axis]))
 
 
 @one_call
@@ -483,32 +494,6 @@ def gather_nd(x: Tensor, indices: Tensor, batch_dims: int) -> Tensor:
     ]
     places = (*batch, *indices.long().unbind(-1))
     return x[places]
-
-
-@one_call
-def scatter_elements(
-    x: Tensor, indices: Tensor, updates: Tensor, axis: int, reduction: str
-) -> Tensor:
-    """Return ``x`` with updates written to, or combined with, elements along ``axis``."""
-    indices = _positive(indices, x.shape[axis])
-    if reduction == "none":
-        return x.scatter(axis, indices, updates)
-    names = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
-    return x.scatter_reduce(axis, indices, updates, names[reduction])
-
-
-@converter("ScatterND")
-def _scatter_nd(node: NodeContext) -> Value:
-    reduction = node.attr("reduction", "none")
-    if reduction not in ("none", "add"):
-        node.refuse(f"its reduction is {reduction}; expected none or add")
-    return node.call(scatter_nd, *node.inputs, reduction == "add")
-
-
-@one_call
-def scatter_nd(x: Tensor, indices: Tensor, updates: Tensor, add: bool) -> Tensor:
-    """Return ``x`` with updates written or added to the slices that ``indices`` name."""
-    return x.index_put(indices.long().unbind(-1), updates, add)
 
 
 @one_call
@@ -576,4 +561,3 @@ CONVERTERS.row("GatherElements", gather_elements, axis=0)
 CONVERTERS.row("GatherND", gather_nd, batch_dims=0)
 CONVERTERS.row("NonZero", non_zero)
 CONVERTERS.row("OneHot", one_hot, axis=-1)
-CONVERTERS.row("Scatter ScatterElements", scatter_elements, axis=0, reduction="none")

@@ -1,4 +1,4 @@
-"""Reductions and cumulative sums."""
+"""Reductions, and running sums and products."""
 
 from collections.abc import Callable, Sequence
 from functools import reduce as fold
@@ -41,10 +41,28 @@ def reduce(
     if kind == "prod":
         for axis in sorted((axis % y.dim() for axis in axes), reverse=True):
             y = torch.prod(y, axis, keep, dtype=y.dtype)
+    elif kind in ("amax", "amin") and any(y.shape[axis] == 0 for axis in axes):
+        y = _extreme_of_nothing(y, axes, keep, kind == "amax")
     elif axes:
         options = {"dtype": y.dtype} if kind == "sum" else {}
         y = getattr(torch, kind)(y, axes, keep, **options)
     return y if after is None else after(y)
+
+
+def _extreme_of_nothing(
+    x: Tensor, axes: Sequence[int], keep: bool, largest: bool
+) -> Tensor:
+    """Return the least number of a type where a maximum of no elements is asked for."""
+    places = {axis % x.dim() for axis in axes}
+    sizes = [1 if axis in places else size for axis, size in enumerate(x.shape)]
+    if not keep:
+        sizes = [size for axis, size in enumerate(x.shape) if axis not in places]
+    if x.dtype is torch.bool:
+        return x.new_full(sizes, not largest)
+    if x.is_floating_point():
+        return x.new_full(sizes, -torch.inf if largest else torch.inf)
+    bounds = torch.iinfo(x.dtype)
+    return x.new_full(sizes, bounds.min if largest else bounds.max)
 
 
 @converter(*_PARTS)
@@ -56,8 +74,6 @@ def _reduce(node: NodeContext) -> Value:
     shape = node.shape(0)
     is_known = node.input(1) is None or node.constant(1) is not None
     axes: Any = (node.axes() or []) if is_known else node.inputs[1]
-    if kind in ("ReduceMax", "ReduceMin") and 0 in (shape or ()):
-        node.refuse("a maximum of nothing is not supported")
     if axes == [] and not none and shape is not None:
         axes = list(range(len(shape)))
     if kind == "ReduceProd" and isinstance(value, Ints) and axes == [0]:
@@ -68,17 +84,41 @@ def _reduce(node: NodeContext) -> Value:
     return node.call(reduce, value, kind, axes, keep, none)
 
 
-@converter("CumSum")
-def _cumulative(node: NodeContext) -> Value:
-    flags = node.attr("exclusive", False), node.attr("reverse", False)
-    return node.call(cumulative, node.inputs[0], node.number(1), *flags)
+@converter("LpNormalization")
+def _lp_normalization(node: NodeContext) -> Value:
+    order = node.attr("p", 2)
+    if order not in (1, 2):
+        node.refuse(f"its p is {order}; expected 1 or 2")
+    return node.call(lp_normalized, node.inputs[0], order, node.attr("axis", -1))
 
 
 @one_call
-def cumulative(x: Tensor, axis: Tensor | int, exclusive: bool, reverse: bool) -> Tensor:
-    """Return running sums along ``axis``; ``exclusive`` ones leave out the element itself."""
+def lp_normalized(x: Tensor, order: int, axis: int) -> Tensor:
+    """Return ``x`` divided by its norm along ``axis``, zeros where that is zero."""
+    if order == 1:
+        norm = x.abs().sum(axis, keepdim=True)
+    else:
+        norm = x.square().sum(axis, keepdim=True).sqrt()
+    return torch.where(norm == 0, 0, x / torch.where(norm == 0, 1, norm))
+
+
+@converter("CumSum", "CumProd")
+def _cumulative(node: NodeContext) -> Value:
+    flags = node.attr("exclusive", False), node.attr("reverse", False)
+    is_product = node.op_type == "CumProd"
+    return node.call(cumulative, node.inputs[0], node.number(1), *flags, is_product)
+
+
+@one_call
+def cumulative(
+    x: Tensor, axis: Tensor | int, exclusive: bool, reverse: bool, product: bool
+) -> Tensor:
+    """Return running sums or products; ``exclusive`` ones leave out the element itself."""
     axis = int(axis)
     x = x.flip(axis) if reverse else x
-    y = torch.cumsum(x, axis, dtype=x.dtype)
-    y = F.pad(y.movedim(axis, -1), [1, -1]).movedim(-1, axis) if exclusive else y
+    function = torch.cumprod if product else torch.cumsum
+    y = function(x, axis, dtype=x.dtype)
+    if exclusive:
+        moved = F.pad(y.movedim(axis, -1), [1, -1], value=int(product))
+        y = moved.movedim(-1, axis)
     return y.flip(axis) if reverse else y
