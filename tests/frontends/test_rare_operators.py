@@ -11,6 +11,7 @@ import torch
 
 import torchq
 from tests.frontends.onnx_writer import Writer, assert_agrees
+from torchq.errors import FrontendError
 from torchq.frontends.onnx.converters.bits import shifted, unsigned
 
 _SIZES = (np.uint16, np.uint32, np.uint64)
@@ -30,8 +31,23 @@ def activations() -> Any:
     return w.model(w.conv(y, 8, 4))
 
 
+def poolings() -> Any:
+    """Write what segmenters hold: places of maxima, undone poolings and blocks."""
+    w = Writer(18)
+    y = w.conv(w.input("x", ["n", 3, 17, 17]), 3, 8, stride=2)
+    window = {"kernel_shape": [3, 3], "strides": [3, 3]}
+    pooled, places = w.node("MaxPool", y, outputs=2, **window)
+    back = w.node("MaxUnpool", w.conv(pooled, 8, 8), places, **window)
+    y = w.conv(w.node("LpNormalization", back, axis=1), 8, 8)
+    y = w.node("LpPool", y, kernel_shape=[2, 2], strides=[2, 2], p=2, pads=[0, 1, 1, 1])
+    rows = w.node("Reshape", y, w.constant([0, 8, -1]))
+    sizes = w.constant([5, 5]), w.constant([2, 1])
+    return w.model(w.node("Col2Im", rows, *sizes, strides=[1, 1], pads=[1, 0, 0, 0]))
+
+
 FILES: dict[str, Callable[[], Any]] = {
     "activations": activations,
+    "poolings": poolings,
 }
 
 
@@ -52,6 +68,69 @@ def test_files_are_quantized_for_a_runtime(name: str, tmp_path: Path) -> None:
         torchq.export_onnx(model, batches[0], path, target="onnxruntime")
     report = torchq.verify_onnx(model, path, batches)
     assert report.ok, report
+
+
+POOLINGS: dict[str, dict[str, Any]] = {
+    "pads": {"pads": [1, 0, 0, 2]},
+    "ceil": {"ceil_mode": 1, "strides": [2, 3]},
+    "column major": {"storage_order": 1, "pads": [1, 1, 1, 1]},
+    "dilated": {"dilations": [2, 1], "auto_pad": "VALID"},
+}
+
+
+@pytest.mark.parametrize("name", POOLINGS)
+@pytest.mark.parametrize("sizes", [(7,), (7, 9), (5, 7, 6)])
+def test_places_of_maxima(name: str, sizes: tuple[int, ...]) -> None:
+    w = Writer(18)
+    options = dict(POOLINGS[name])
+    spatial = len(sizes)
+    for key in ("strides", "dilations"):
+        options[key] = (options.get(key, [1, 1]) + [1])[:spatial]
+    if "pads" in options:
+        options["pads"] = [1] * spatial + [0] * spatial
+    x = w.input("x", [2, 3, *sizes])
+    results = w.node("MaxPool", x, outputs=2, kernel_shape=[3] * spatial, **options)
+    values = torch.randn(2, 3, *sizes, generator=torch.Generator().manual_seed(1))
+    assert_agrees(w.model(results[0], (results[1], torch.int64)), {"x": values})
+
+
+@pytest.mark.parametrize("axis", [None, 0, 1])
+@pytest.mark.parametrize("in_order", [0, 1])
+def test_unique_entries(axis: int | None, in_order: int) -> None:
+    w = Writer(18)
+    options = {} if axis is None else {"axis": axis}
+    parts = w.node(
+        "Unique", w.input("x", [6, 2]), outputs=4, sorted=in_order, **options
+    )
+    places = [(part, torch.int64) for part in parts[1:]]
+    numbers = [[2, 1], [2, 1], [0, 3], [2, 1], [0, 1], [0, 3]]
+    x = torch.tensor(numbers, dtype=torch.float32)
+    assert_agrees(w.model(parts[0], *places), {"x": x})
+
+
+@pytest.mark.parametrize("operator", ["ScatterND", "ScatterElements"])
+@pytest.mark.parametrize("reduction", ["none", "add", "mul", "max", "min"])
+def test_reductions_of_what_is_written(operator: str, reduction: str) -> None:
+    w = Writer(18)
+    places = [[1, 2], [-1, 0], [1, 2]]
+    updates = [3.0, -0.5, 0.25]
+    if operator == "ScatterElements":
+        places, updates = [[1, 0, -1], [1, 0, 1]], [[3.0, -0.5, 0.25], [2.0, 1.0, 1.0]]
+    if reduction == "none":
+        places = [[1, 2], [-1, 0], [0, 2]] if operator == "ScatterND" else [[1, 0, -1]]
+        updates = updates if operator == "ScatterND" else updates[:1]
+    x = torch.randn(2, 3, generator=torch.Generator().manual_seed(2))
+    parts = w.input("x", [2, 3]), w.constant(places), w.constant(updates)
+    assert_agrees(w.model(w.node(operator, *parts, reduction=reduction)), {"x": x})
+
+
+def test_an_unpooling_to_another_shape_is_refused() -> None:
+    w = Writer(18)
+    x, places = w.input("x", [1, 1, 2, 2]), w.constant([[[[5, 7], [13, 15]]]])
+    window = {"kernel_shape": [2, 2], "strides": [2, 2]}
+    y = w.node("MaxUnpool", x, places, w.constant([1, 1, 5, 5]), **window)
+    with pytest.raises(FrontendError, match=r"output shape is \[1, 1, 5, 5\]"):
+        torchq.from_onnx(w.model(y))
 
 
 def whole_numbers(dtype: Any, least: int = 0) -> np.ndarray:

@@ -62,15 +62,7 @@ def pool(
     if isinstance(pads, str):
         pads = same_pads(x, kernel, stride, dilation, pads == "SAME_UPPER")
     window = list(stride), 0, list(dilation)
-    reached: list[int] = []
-    for axis, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True)):
-        before = pads[axis]
-        size = x.shape[2 + axis]
-        room = size + before + pads[len(kernel) + axis] - d * (k - 1) - 1
-        last = room // s if convention == "valid" else -(-room // s)
-        if convention == "ceil" and last * s >= size + before:
-            last -= 1
-        reached = [before, last * s + d * (k - 1) + 1 - before - size, *reached]
+    reached = _reached(x, kernel, stride, dilation, pads, convention)
     if kind == "max":
         lowest = torch.finfo(x.dtype).min if convention == "full" else -torch.inf
         return _MAX[len(kernel)](F.pad(x, reached, value=lowest), list(kernel), *window)
@@ -83,6 +75,63 @@ def pool(
         inside = F.pad(inside, padding, value=1.0)
         reached = [extra - side for extra, side in zip(reached, padding, strict=True)]
     return sums / _sums(F.pad(inside, reached), kernel, window)
+
+
+def _reached(
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    pads: Sequence[int],
+    convention: str,
+) -> list[int]:
+    """Return how far windows reach beyond ``x``, in the order of ``F.pad``."""
+    reached: list[int] = []
+    for axis, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True)):
+        before = pads[axis]
+        size = x.shape[2 + axis]
+        room = size + before + pads[len(kernel) + axis] - d * (k - 1) - 1
+        last = room // s if convention == "valid" else -(-room // s)
+        if convention == "ceil" and last * s >= size + before:
+            last -= 1
+        reached = [before, last * s + d * (k - 1) + 1 - before - size, *reached]
+    return reached
+
+
+@one_call
+def max_pool_with_places(
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    pads: Sequence[int] | str,
+    convention: str,
+    column_major: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the maxima of windows, and where in all of ``x`` they are; see :func:`pool`.
+
+    ``column_major`` counts the places of a plane with the first spatial dimension innermost.
+    """
+    if isinstance(pads, str):
+        pads = same_pads(x, kernel, stride, dilation, pads == "SAME_UPPER")
+    reached = _reached(x, kernel, stride, dilation, pads, convention)
+    padded = F.pad(x, reached, value=-torch.inf)
+    window = list(kernel), list(stride), 0, list(dilation)
+    function: Any = _MAX[len(kernel)]
+    largest, places = function(padded, *window, return_indices=True)
+    found = torch.zeros_like(places)
+    factor = 1
+    axes = list(range(len(kernel)))
+    at = {}
+    for axis in reversed(axes):
+        size = padded.shape[2 + axis]
+        at[axis] = places % size - reached[2 * (len(kernel) - 1 - axis)]
+        places = places // size
+    for axis in axes if column_major else reversed(axes):
+        found = found + at[axis] * factor
+        factor = factor * x.shape[2 + axis]
+    planes = torch.arange(x.shape[0] * x.shape[1], device=x.device) * factor
+    return largest, found + planes.view(*x.shape[:2], *[1] * len(kernel))
 
 
 def _sums(x: Tensor, kernel: Sequence[int], window: tuple[Any, ...]) -> Tensor:

@@ -1,5 +1,7 @@
 """Convolutions, matrix products, pooling and norms, with the options that modules of torch lack."""
 
+import itertools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 from torchq.frontends.building.functions import (
     convolve,
     group_norm,
+    max_pool_with_places,
     pad_amounts,
     pool,
     same_pads,
@@ -149,18 +152,147 @@ def _transposed_window(node: NodeContext, window: _Window, extra: list[int]) -> 
     return _Window(window.kernel, window.stride, window.dilation, before + behind)
 
 
+_BYTES = (torch.int8, torch.uint8)
+
+
 @converter("MaxPool", "AveragePool")
-def _pool(node: NodeContext) -> Value:
+def _pool(node: NodeContext) -> Value | list[Value]:
     node.attr("kernel_shape", list)
     kind = "max" if node.op_type == "MaxPool" else "avg"
     window = _window(node)
-    if node.dtype(0) is not None and not node.floating(0):
-        node.refuse("a pooling of integers is not supported")
+    dtype = node.dtype(0)
+    if dtype in _BYTES and kind == "max":
+        # Which float32 holds all of.
+        node.inputs[0] = node.call(torch.Tensor.to, node.inputs[0], torch.float32)
+    elif dtype is not None and not dtype.is_floating_point:
+        node.refuse(f"it pools {dtype}; expected floats, or maxima of bytes")
     sizes = (window.kernel, window.stride, window.dilation, window.pads)
     include = node.attr("count_include_pad", False)
-    if node.attr("ceil_mode", False):
-        return node.call(pool, node.inputs[0], kind, *sizes, "ceil", include)
-    return pooling(node, kind, *sizes, "valid", include)
+    is_ceil = node.attr("ceil_mode", False)
+    results: list[Value] = []
+    convention = "ceil" if is_ceil else "valid"
+    column_major = node.attr("storage_order", False)
+    if len([name for name in node.output_names if name]) > 1:
+        options = (*sizes, convention, column_major)
+        results = node.call_parts(2, max_pool_with_places, node.inputs[0], *options)
+    elif is_ceil:
+        results = [node.call(pool, node.inputs[0], kind, *sizes, "ceil", include)]
+    else:
+        results = [pooling(node, kind, *sizes, "valid", include)]
+    if dtype in _BYTES:
+        results[0] = node.call(torch.Tensor.to, results[0], dtype)
+    return results
+
+
+@converter("LpPool")
+def _lp_pool(node: NodeContext) -> Value:
+    node.attr("kernel_shape", list)
+    window = _window(node)
+    order = node.attr("p", 2)
+    if order < 1:
+        node.refuse(f"its p is {order}; expected 1 or more")
+    convention = "ceil" if node.attr("ceil_mode", False) else "valid"
+    sizes = (window.kernel, window.stride, window.dilation, window.pads)
+    return node.call(lp_pool, node.inputs[0], order, *sizes, convention)
+
+
+@one_call
+def lp_pool(
+    x: Tensor,
+    order: int,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    pads: Sequence[int] | str,
+    convention: str,
+) -> Tensor:
+    """Return the norms of windows."""
+    window = kernel, stride, dilation, pads
+    return pool(x.abs() ** order, "sum", *window, convention, False) ** (1 / order)
+
+
+@converter("MaxUnpool")
+def _max_unpool(node: NodeContext) -> Value:
+    node.attr("kernel_shape", list)
+    window = _window(node)
+    spatial = len(window.kernel)
+    assert not isinstance(window.pads, str)
+    sizes: list[object] = [node.size(0, 0), node.size(0, 1)]
+    parts = zip(window.kernel, window.stride, strict=True)
+    for axis, (k, s) in enumerate(parts):
+        less = window.pads[axis] + window.pads[spatial + axis]
+        size = node.size(0, 2 + axis)
+        sizes.append(node.arithmetic(_unpooled, size, k, s, less))
+    if node.input(2) is not None:
+        given = node.known(2, "output shape").tolist()
+        if given != sizes:
+            node.refuse(
+                f"its output shape is {given}, that of its window {sizes}: the standard and "
+                "runtimes disagree where its elements lie then; expected both the same"
+            )
+    return node.call(max_unpool, *node.inputs[:2], sizes)
+
+
+@one_call
+def _unpooled(size: int, kernel: int, stride: int, less: int) -> int:
+    return (size - 1) * stride + kernel - less
+
+
+@one_call
+def max_unpool(x: Tensor, places: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Return zeros with elements at the places that a pooling took them from."""
+    count = 1
+    for size in sizes:
+        count = count * size
+    zeros = x.new_zeros(count)
+    return zeros.scatter(0, places.reshape(-1), x.reshape(-1)).reshape(list(sizes))
+
+
+@converter("Col2Im")
+def _col2im(node: NodeContext) -> Value:
+    image, block = (node.ints_or_input(index) for index in (1, 2))
+    strides, dilations, pads = (
+        node.attr(name, list | None) for name in ("strides", "dilations", "pads")
+    )
+    count = len(block) if isinstance(block, list) else len(strides or dilations or [])
+    padding = symmetric(pads or [0] * (2 * count))
+    if isinstance(image, list) and len(image) == count == 2 and padding is not None:
+        window = block, dilations or [1, 1], padding, strides or [1, 1]
+        return node.call(F.fold, node.inputs[0], image, *window)
+    return node.call(folded, node.inputs[0], image, block, strides, dilations, pads)
+
+
+@one_call
+def folded(
+    x: Tensor,
+    image: Tensor | Sequence[int],
+    block: Tensor | Sequence[int],
+    stride: Sequence[int] | None,
+    dilation: Sequence[int] | None,
+    pads: Sequence[int] | None,
+) -> Tensor:
+    """Return an image of any number of dimensions that blocks are added up to."""
+    image = image.tolist() if isinstance(image, Tensor) else image
+    block = block.tolist() if isinstance(block, Tensor) else block
+    spatial = len(block)
+    stride, dilation = stride or [1] * spatial, dilation or [1] * spatial
+    pads = pads or [0] * (2 * spatial)
+    sums = [image[i] + pads[i] + pads[spatial + i] for i in range(spatial)]
+    parts = zip(sums, block, stride, dilation, strict=True)
+    counts = [(size - d * (k - 1) - 1) // s + 1 for size, k, s, d in parts]
+    channels = x.shape[1] // math.prod(block)
+    columns = x.reshape(x.shape[0], channels, -1, *counts)
+    result = x.new_zeros(x.shape[0], channels, *sums)
+    for number, place in enumerate(itertools.product(*map(range, block))):
+        slices = [
+            slice(at * d, at * d + s * (count - 1) + 1, s)
+            for at, d, s, count in zip(place, dilation, stride, counts, strict=True)
+        ]
+        at_block = (slice(None), slice(None), *slices)
+        result[at_block] += columns[:, :, number]
+    ends = [slice(pads[i], pads[i] + image[i]) for i in range(spatial)]
+    inside = (slice(None), slice(None), *ends)
+    return result[inside]
 
 
 @converter("GlobalAveragePool", "GlobalMaxPool")
