@@ -41,18 +41,19 @@ def reduce(
     if kind == "prod":
         for axis in sorted((axis % y.dim() for axis in axes), reverse=True):
             y = torch.prod(y, axis, keep, dtype=y.dtype)
-    elif kind in ("amax", "amin") and any(y.shape[axis] == 0 for axis in axes):
-        y = _extreme_of_nothing(y, axes, keep, kind == "amax")
     elif axes:
         options = {"dtype": y.dtype} if kind == "sum" else {}
         y = getattr(torch, kind)(y, axes, keep, **options)
     return y if after is None else after(y)
 
 
-def _extreme_of_nothing(
-    x: Tensor, axes: Sequence[int], keep: bool, largest: bool
+@one_call
+def extreme_of_nothing(
+    x: Tensor, axes: Tensor | Sequence[int], keep: bool, none: bool, largest: bool
 ) -> Tensor:
     """Return the least number of a type where a maximum of no elements is asked for."""
+    axes = axes.tolist() if isinstance(axes, Tensor) else list(axes)
+    axes = axes if axes or none else list(range(x.dim()))
     places = {axis % x.dim() for axis in axes}
     sizes = [1 if axis in places else size for axis, size in enumerate(x.shape)]
     if not keep:
@@ -74,6 +75,9 @@ def _reduce(node: NodeContext) -> Value:
     shape = node.shape(0)
     is_known = node.input(1) is None or node.constant(1) is not None
     axes: Any = (node.axes() or []) if is_known else node.inputs[1]
+    if kind in ("ReduceMax", "ReduceMin") and 0 in (shape or ()):
+        options = axes, keep, none, kind == "ReduceMax"
+        return node.call(extreme_of_nothing, value, *options)
     if axes == [] and not none and shape is not None:
         axes = list(range(len(shape)))
     if kind == "ReduceProd" and isinstance(value, Ints) and axes == [0]:
