@@ -60,6 +60,7 @@ from torchq.onnx.torch_exporters import (
     run_dynamo,
     run_torchscript,
 )
+from torchq.onnx.traced_calls import check_calls, noted_holders
 from torchq.runtime import RUNTIMES, Runtime, check_planned, planned_runtime, runtime_of
 from torchq.swap.even_channels import as_in_files
 from torchq.utils import (
@@ -419,17 +420,19 @@ def _traced(
     call: ExampleCall, opset: int, modern: bool, active: Mapping[str, TensorQuantizer]
 ) -> Model:
     """Return the graph that torch's exporter makes of the model, with the pairs of quantizers."""
+    holders: set[str] = set()
     marked: tuple[Model, list[str]] | None = None
     # A version of torch may note no modules; or nothing reads what a quantizer returned.
     with suppress(MarksLost):
-        marked = _marked(call, opset, modern, active, by_scope=modern)
+        marked = _marked(call, opset, modern, active, holders, by_scope=modern)
     if marked is None:
-        marked = _marked(call, opset, modern, active, by_scope=False)
+        marked = _marked(call, opset, modern, active, holders, by_scope=False)
     graph, names = marked
     if not graph.graph.outputs:
         raise ExportError(
             f"export_onnx: {type(call.model).__name__} returns no tensor; expected one at least"
         )
+    check_calls(graph, call, active, holders)
     write_pairs(graph, active, opset)
     if call.output_names is None:
         _name_outputs(graph, names)
@@ -441,16 +444,21 @@ def _marked(
     opset: int,
     modern: bool,
     active: Mapping[str, TensorQuantizer],
+    holders: set[str],
     *,
     by_scope: bool,
 ) -> tuple[Model, list[str]]:
-    """Return the graph with a mark where each quantizer is called, and the names of its outputs."""
+    """Return the graph with a mark where each quantizer is called, and the names of its outputs.
+
+    The paths of the modules with quantizers that are called are added to ``holders``.
+    """
     with ExitStack() as stack:
         # A forward may store results in its module; what it stores while it is traced is no tensor.
         stack.enter_context(state_kept(call.model))
         stack.enter_context(torch.no_grad())
         stack.enter_context(evaluating(call.model))
         stack.enter_context(rounded_biases(call.model))
+        stack.enter_context(noted_holders(call.model, holders))
         marks = stack.enter_context(marking(call.model, active, opset, by_scope))
         names = stack.enter_context(_known_outputs(call.model))
         stack.enter_context(plain_attention())
