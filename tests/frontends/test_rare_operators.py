@@ -13,6 +13,8 @@ import torchq
 from tests.frontends.onnx_writer import Writer, assert_agrees
 from torchq.errors import FrontendError
 from torchq.frontends.onnx.converters.bits import shifted, unsigned
+from torchq.frontends.onnx.converters.layers import deformed
+from torchq.frontends.onnx.converters.signals import dft
 
 _SIZES = (np.uint16, np.uint32, np.uint64)
 
@@ -45,9 +47,37 @@ def poolings() -> Any:
     return w.model(w.node("Col2Im", rows, *sizes, strides=[1, 1], pads=[1, 0, 0, 0]))
 
 
+def deformable() -> Any:
+    """Write a deformable convolution with masks, as detectors and views from above hold it."""
+    w = Writer(19)
+    y = w.conv(w.input("x", ["n", 3, 17, 17]), 3, 8, stride=2)
+    offsets = w.conv(y, 8, 2 * 2 * 9)
+    masks = w.node("Sigmoid", w.conv(y, 8, 2 * 9))
+    weights = w.random(8, 4, 3, 3, name="deformed.weight"), w.random(8)
+    parts = y, weights[0], offsets, weights[1], masks
+    y = w.node("DeformConv", *parts, pads=[1, 1, 1, 1], offset_group=2, group=2)
+    return w.model(w.conv(y, 8, 4))
+
+
+def spectra() -> Any:
+    """Write spectra of rows, and a transform of them, before convolutions."""
+    w = Writer(20)
+    rows = w.node("Reshape", w.input("x", ["n", 3, 17, 17]), w.constant([0, -1, 1]))
+    step, length = w.constant(8), w.constant(32)
+    window = w.constant(torch.hann_window(32).tolist())
+    y = w.node("STFT", rows, step, window, length)
+    y = w.conv(w.node("Transpose", y, perm=[0, 3, 1, 2]), 2, 8)
+    pairs = w.node("Unsqueeze", y, w.constant([-1]))
+    y = w.node("DFT", pairs, "", w.constant(-2), onesided=1)
+    y = w.node("ReduceL2", y, w.constant([-1]), keepdims=0)
+    return w.model(w.conv(y, 8, 4))
+
+
 FILES: dict[str, Callable[[], Any]] = {
     "activations": activations,
+    "deformable": deformable,
     "poolings": poolings,
+    "spectra": spectra,
 }
 
 
@@ -130,6 +160,59 @@ def test_an_unpooling_to_another_shape_is_refused() -> None:
     window = {"kernel_shape": [2, 2], "strides": [2, 2]}
     y = w.node("MaxUnpool", x, places, w.constant([1, 1, 5, 5]), **window)
     with pytest.raises(FrontendError, match=r"output shape is \[1, 1, 5, 5\]"):
+        torchq.from_onnx(w.model(y))
+
+
+@pytest.mark.parametrize("size", [(1, 6), (5, 7)])
+@pytest.mark.parametrize("is_far", [False, True])
+def test_deformable_windows_against_torchvision(
+    size: tuple[int, int], is_far: bool
+) -> None:
+    ops = pytest.importorskip("torchvision.ops", reason="is the reference")
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(2, 4, *size, generator=generator)
+    weight = torch.randn(6, 4, 3, 2, generator=generator)
+    window = {"stride": (1, 2), "padding": (1, 2), "dilation": (1, 2)}
+    out = ((size[0] + 2 - 3) + 1, (size[1] + 4 - 2 - 1) // 2 + 1)
+    offset = torch.randn(2, 2 * 2 * 6, *out, generator=generator)
+    offset = offset * 20 if is_far else offset
+    mask = torch.rand(2, 2 * 6, *out, generator=generator)
+    expected = ops.deform_conv2d(x, offset, weight, None, mask=mask, **window)
+    sizes = (3, 2), (1, 2), (1, 2), (1, 2, 1, 2)
+    windows = deformed(x, offset, mask, *sizes, 2)
+    got = torch.nn.functional.conv2d(windows, weight, stride=(3, 2))
+    assert torch.allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def transforms() -> Any:
+    """Yield inputs and options of DFT: real and complex, whole and onesided, cut and filled."""
+    for axis, length in ((-2, None), (1, None), (1, 5), (-2, 11)):
+        for parts, inverse, onesided in ((1, 0, 0), (1, 0, 1), (2, 0, 0), (2, 1, 0)):
+            yield axis, length, parts, inverse, onesided
+    yield 1, None, 2, 1, 1
+    yield -2, 9, 2, 1, 1
+
+
+@pytest.mark.parametrize("options", list(transforms()), ids=str)
+def test_transforms_are_those_of_numpy(options: Any) -> None:
+    axis, length, parts, inverse, onesided = options
+    x = torch.randn(2, 8, 6, parts, generator=torch.Generator().manual_seed(4)).double()
+    numbers = x[..., 0].numpy() + (1j * x[..., 1].numpy() if parts == 2 else 0)
+    place = axis + 1 if axis < 0 else axis
+    kind = ("i" if inverse else "") + ("rfft" if onesided else "fft")
+    expected = getattr(np.fft, kind)(
+        numbers.real if kind == "rfft" else numbers, length, place
+    )
+    got = dft(x, length, axis, bool(inverse), bool(onesided)).numpy()
+    found = got[..., 0] + (1j * got[..., 1] if got.shape[-1] == 2 else 0)
+    assert np.allclose(found, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("operator", ["RandomNormalLike", "Bernoulli"])
+def test_random_results_are_refused(operator: str) -> None:
+    w = Writer(18)
+    y = w.node(operator, w.input("x", [2, 3]))
+    with pytest.raises(FrontendError, match=f"{operator} .*its results are random"):
         torchq.from_onnx(w.model(y))
 
 

@@ -10,5 +10,6 @@ from torchq.frontends.onnx.converters import (  # noqa: F401
     quantization,
     recurrent,
     reductions,
+    signals,
     vision,
 )

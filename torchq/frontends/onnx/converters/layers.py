@@ -109,6 +109,93 @@ def _conv(node: NodeContext) -> Value:
     return weighted(node, module, stored[0], x)
 
 
+@converter("DeformConv")
+def _deform_conv(node: NodeContext) -> Value:
+    """Convert to samples of the input, laid out as windows, and a convolution of these."""
+    window = _window(node)
+    groups = node.attr("group", 1)
+    offset_groups = node.attr("offset_group", 1)
+    offsets = node.inputs[2], node.input(4)
+    options = (*window, offset_groups)
+    samples = node.call(deformed, node.inputs[0], *offsets, *options)
+    stored = _constants(node, 1, 3)
+    none, ones = [0] * len(window.kernel), [1] * len(window.kernel)
+    sizes = (window.kernel, none, ones)
+    if stored is None:
+        return node.call(
+            convolve, samples, node.inputs[1], node.input(3), *sizes, groups
+        )
+    module = convolution(node.builder, stored, sizes, groups)
+    return weighted(node, module, stored[0], samples)
+
+
+@one_call
+def deformed(
+    x: Tensor,
+    offset: Tensor,
+    mask: Tensor | None,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    pads: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """Return what the windows of a deformable convolution read, one window beside the other.
+
+    ``offset`` moves each place of a window (Dai et al. 2017), ``mask`` weighs what is read there
+    (Zhu et al. 2019). A window of k x k gives k x k elements of the result.
+    """
+    spatial, count = len(kernel), math.prod(kernel)
+    sizes, out = x.shape[2:], offset.shape[2:]
+    moves = offset.reshape(-1, groups, count, spatial, *out)
+    places = []
+    for axis in range(spatial):
+        shape = [-1 if i == axis else 1 for i in range(spatial)]
+        inside = torch.arange(kernel[axis], device=x.device) * dilation[axis]
+        inside = inside.view(shape).expand(*kernel).reshape(-1, *[1] * spatial)
+        window = torch.arange(out[axis], device=x.device) * stride[axis] - pads[axis]
+        at = moves[:, :, :, axis] + (inside + window.view(shape))
+        places.append(at.clamp(-1, sizes[axis]).flatten(0, 1))
+    channels = x.shape[1] // groups
+    planes = x.reshape(-1, channels, *sizes)
+    read = _interpolated(planes, places)
+    if mask is not None:
+        read = read * mask.reshape(*read.shape[:-1], 1)
+    read = read.reshape(-1, groups, *kernel, *out, channels)
+    pairs = [axis for i in range(spatial) for axis in (2 + spatial + i, 2 + i)]
+    windows = read.permute(0, 1, 2 + 2 * spatial, *pairs)
+    results = [size * k for size, k in zip(out, kernel, strict=True)]
+    return windows.reshape(-1, x.shape[1], *results)
+
+
+def _interpolated(planes: Tensor, places: Sequence[Tensor]) -> Tensor:
+    """Return planes (planes, channels, ...) read between their elements, 0 outside; channels last.
+
+    There is a tensor (planes, ...) of places for each spatial dimension.
+    """
+    sizes = planes.shape[2:]
+    rows = planes.flatten(2).transpose(1, 2).flatten(0, 1)
+    first = torch.arange(planes.shape[0], device=planes.device) * sizes.numel()
+    first = first.view(-1, *[1] * (places[0].dim() - 1))
+    results = []
+    for corner in itertools.product((0, 1), repeat=len(places)):
+        weight = torch.ones_like(places[0])
+        inner = torch.zeros_like(places[0], dtype=torch.int64)
+        for at, size, side in zip(places, sizes, corner, strict=True):
+            low = at.floor()
+            weight = weight * (at - low if side else 1 - (at - low))
+            near = low.long() + side
+            weight = weight * ((near >= 0) & (near < size)).to(weight.dtype)
+            inner = inner * size + near.clamp(min=0).clamp(max=size - 1)
+        index = first + inner
+        read = rows.index_select(0, index.reshape(-1))
+        results.append(read.reshape(*index.shape, -1) * weight.unsqueeze(-1))
+    total = results[0]
+    for result in results[1:]:
+        total = total + result
+    return total
+
+
 @converter("ConvTranspose")
 def _conv_transpose(node: NodeContext) -> Value:
     window = _window(node)
