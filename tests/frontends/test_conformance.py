@@ -57,7 +57,7 @@ USUAL = """Abs Acos Acosh Add And ArgMax Asin Asinh Atanh Attention AveragePool
     GatherElements GatherND Gelu Gemm GlobalAveragePool GlobalMaxPool Greater HardSigmoid
     HardSwish Hardmax Identity InstanceNormalization IsInf LSTM LayerNormalization LeakyRelu
     Less Log LogSoftmax LpNormalization LpPool MatMul Max MaxPool MaxUnpool MelWeightMatrix
-    Min Mod Mul Neg NonMaxSuppression NonZero Not OneHot PRelu Pad Pow Range Reciprocal
+    Min Mod Mul Neg NonMaxSuppression NonZero Not OneHot PRelu Pad Pow RNN Range Reciprocal
     ReduceL2 ReduceMax ReduceMean ReduceSum Relu Reshape Resize ReverseSequence RoiAlign STFT
     ScatterElements ScatterND Selu Shape Shrink Sigmoid Sin Sinh Slice Softmax Softplus
     SpaceToDepth Split Sqrt Squeeze Sub Sum Tan Tanh TensorScatter Tile TopK Transpose Unique
@@ -77,8 +77,8 @@ def test_usual_operators_are_converted(op_type: str) -> None:
 #: What the names of cases begin with, of which none is refused.
 WHOLE = """acos add_ asin atan basic_deform bitshift bitwise col2im compress cosh cumprod
     deform det_ dft eyelike gru hardmax isinf l1norm l2norm lpnorm lppool lstm maxpool mod_
-    nonmaxsuppression resize reversesequence roialign scatter selu shrink sinh stft
-    tensorscatter unique_"""
+    nonmaxsuppression resize reversesequence rnn roialign scatter selu shrink simple_rnn sinh
+    stft tensorscatter unique_"""
 
 
 @pytest.mark.parametrize("kind", WHOLE.split())

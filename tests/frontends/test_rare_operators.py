@@ -73,8 +73,42 @@ def spectra() -> Any:
     return w.model(w.conv(y, 8, 4))
 
 
+def recurrent(
+    w: Writer, kind: str, x: str, sizes: tuple[int, int], **options: Any
+) -> Any:
+    """Write a recurrent layer of (inputs, hidden) with random weights; return its outputs."""
+    gates = {"LSTM": 4, "GRU": 3, "RNN": 1}[kind] * sizes[1]
+    directions = 2 if options.get("direction") == "bidirectional" else 1
+    lengths = options.pop("lengths", "")
+    shapes = (gates, sizes[0]), (gates, sizes[1]), (2 * gates,)
+    weights = [w.random(directions, *shape) for shape in shapes]
+    if options.pop("computed", False):
+        one = w.input("one", [1])
+        weights = [w.node("Mul", part, one) for part in weights]
+    outputs = 3 if kind == "LSTM" else 2
+    options["hidden_size"] = sizes[1]
+    return w.node(kind, x, *weights, lengths, outputs=outputs, **options)
+
+
+def backwards() -> Any:
+    """Write recurrent layers over the rows of an image, backwards and of other lengths."""
+    w = Writer(18)
+    y = w.conv(w.input("x", ["n", 3, 17, 17]), 3, 8, stride=2)
+    rows = w.node(
+        "Transpose", w.node("ReduceMean", y, w.constant([3])), perm=[2, 0, 1, 3]
+    )
+    rows = w.node("Squeeze", rows, w.constant([3]))
+    y = recurrent(w, "LSTM", rows, (8, 6), direction="reverse")[0]
+    y = w.node("Squeeze", y, w.constant([1]))
+    y = recurrent(w, "RNN", y, (6, 5), direction="reverse")[0]
+    return w.model(
+        w.node("MatMul", w.node("Squeeze", y, w.constant([1])), w.random(5, 4))
+    )
+
+
 FILES: dict[str, Callable[[], Any]] = {
     "activations": activations,
+    "backwards": backwards,
     "deformable": deformable,
     "poolings": poolings,
     "spectra": spectra,
@@ -206,6 +240,31 @@ def test_transforms_are_those_of_numpy(options: Any) -> None:
     got = dft(x, length, axis, bool(inverse), bool(onesided)).numpy()
     found = got[..., 0] + (1j * got[..., 1] if got.shape[-1] == 2 else 0)
     assert np.allclose(found, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse", "bidirectional"])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+@pytest.mark.parametrize("lengths", ["none", "whole", "given"])
+@pytest.mark.parametrize("computed", [False, True])
+def test_recurrent_layers(
+    kind: str, direction: str, lengths: str, computed: bool
+) -> None:
+    w = Writer(14)
+    x = w.input("x", [5, 3, 4])
+    options: dict[str, Any] = {"direction": direction, "computed": computed}
+    feeds = {"x": torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(5))}
+    if computed:
+        feeds["one"] = torch.ones(1)
+    if lengths == "whole":
+        options["lengths"] = w.constant([5, 5, 5], torch.int32)
+    if lengths == "given":
+        options["lengths"] = w.input("lengths", [3], torch.int32)
+        feeds["lengths"] = torch.tensor([5, 2, 3], dtype=torch.int32)
+    if kind == "GRU":
+        options["linear_before_reset"] = 1
+    read = assert_agrees(w.model(*recurrent(w, kind, x, (4, 6), **options)), feeds)
+    is_layer = any(isinstance(module, torch.nn.RNNBase) for module in read.modules())
+    assert is_layer == (lengths != "given" and not computed)
 
 
 @pytest.mark.parametrize("operator", ["RandomNormalLike", "Bernoulli"])

@@ -48,11 +48,11 @@ def _recurrent(node: NodeContext) -> list[Value]:
     )
     module = _as_module(node, directions, activations)
     if module is not None:
+        backwards = direction == "reverse"
+        x = node.call(torch.flip, x, [0]) if backwards else x
         results = _call_module(node, module, x, states, directions)
-    elif kind == "RNN":
-        node.refuse(
-            "lengths, a reversed direction and computed weights are not supported"
-        )
+        if backwards:
+            results[0] = node.call(torch.flip, results[0], [0])
     else:
         weights = [node.input(index) for index in (1, 2, 3)]
         weights.append(node.input(7) if kind == "LSTM" else None)
@@ -83,8 +83,8 @@ def _as_module(
     if (
         (w is None or r is None or (b is None and weights[2] is not None))
         or (activations != plain and not is_relu)
-        or (node.input(4), node.input(7)) != (None, None)
-        or node.attr("direction", "forward") == "reverse"
+        or _has_lengths(node)
+        or node.input(7) is not None
         or (kind == "GRU" and not node.attr("linear_before_reset", 0))
     ):
         return None
@@ -100,6 +100,16 @@ def _as_module(
             for weight, suffix in zip(part, ("l0", "l0_reverse"), strict=False):
                 getattr(module, f"{name}_{suffix}").copy_(_reordered(weight, kind))
     return module.to(w.dtype)
+
+
+def _has_lengths(node: NodeContext) -> bool:
+    """Return True if sequences may be shorter than the input is long."""
+    lengths = node.constant(4)
+    shape = node.shape(0)
+    if lengths is None or shape is None:
+        return node.input(4) is not None
+    time = shape[1 if node.attr("layout", False) else 0]
+    return time is None or bool((lengths != time).any())
 
 
 def _reordered(weight: Tensor, kind: str) -> Tensor:
@@ -243,4 +253,16 @@ def _gru(weights: list[Any], functions: list[Any], linear_before_reset: bool) ->
     return step
 
 
-_STEPS: dict[str, Callable[..., _Step]] = {"LSTM": _lstm, "GRU": _gru}
+def _plain(weights: list[Any], functions: list[Any], _: bool) -> _Step:
+    """Return a step of a plain recurrent layer."""
+    w, r, b, _peepholes = weights
+    both = torch.cat([w, r], 1)
+    bias = None if b is None else b.chunk(2)[0] + b.chunk(2)[1]
+
+    def step(x: Tensor, h: Tensor) -> tuple[Tensor, ...]:
+        return (functions[0](F.linear(torch.cat([x, h], 1), both, bias)),)
+
+    return step
+
+
+_STEPS: dict[str, Callable[..., _Step]] = {"LSTM": _lstm, "GRU": _gru, "RNN": _plain}

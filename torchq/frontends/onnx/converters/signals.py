@@ -23,7 +23,11 @@ def _dft(node: NodeContext) -> Value:
 def _complex(x: Tensor) -> Tensor:
     """Return numbers whose last dimension holds both parts, or the real part alone."""
     wide = x.float() if x.dtype in _HALVES else x
-    return wide[..., 0] if wide.shape[-1] == 1 else torch.view_as_complex(wide.contiguous())
+    return (
+        wide[..., 0]
+        if wide.shape[-1] == 1
+        else torch.view_as_complex(wide.contiguous())
+    )
 
 
 @one_call
@@ -61,7 +65,9 @@ def _stft(node: NodeContext) -> Value:
     onesided = node.attr("onesided", True)
     shape = node.shape(0)
     if onesided and shape is not None and shape[-1] == 2:
-        node.refuse("its signal is complex, and its result onesided; expected one of both")
+        node.refuse(
+            "its signal is complex, and its result onesided; expected one of both"
+        )
     sizes = node.number(1), node.number(3)
     return node.call(stft, node.inputs[0], node.input(2), *sizes, onesided)
 
