@@ -15,9 +15,12 @@ from tests.rank_processes import needs_gloo, run_ranks
 from torchq.config import Rule
 from torchq.swap.even_channels import as_in_files, layers_with_even_channels
 from torchq.workflow import CalibrationReport, quantizers
+from torchq.workflow.even_channels import DepthwiseInputs
 
 #: Spare bits, so that kernels of processors without VNNI do not overflow.
 RECIPE = torchq.recipes.int8(reduce_range=True)
+INPUT = torchq.QuantDescriptor()
+WEIGHT = INPUT.replace(axis=0)
 DEPTHWISE = ["1.2", "2.2"]
 
 
@@ -192,17 +195,283 @@ def with_norm() -> nn.Module:
     return model.eval()
 
 
+def with_transposed() -> nn.Module:
+    model = network()
+    front: Any = nn.ConvTranspose2d(16, 24, 1)
+    with torch.no_grad():
+        front.weight.copy_(model[1][0].weight.transpose(0, 1))  # type: ignore[index, operator]
+        front.bias.copy_(model[1][0].bias)  # type: ignore[index, operator]
+    model[1][0] = front  # type: ignore[index, operator]
+    return model.eval()
+
+
+def with_pool() -> nn.Module:
+    model = network(nn.ReLU)
+    model[1][1] = nn.Sequential(nn.ReLU(), nn.AvgPool2d(2))  # type: ignore[index, operator]
+    return model.eval()
+
+
+def ruled(pattern: str, **fields: Any) -> torchq.QuantConfig:
+    """Return the recipe with a rule, in which fields replace what a layer has otherwise."""
+    usual = {"input": INPUT, "weight": WEIGHT}
+    return RECIPE.with_rules(Rule(pattern, **{**usual, **fields}))
+
+
 def test_layers_that_cannot_have_factors_have_none() -> None:
     two = TwoReaders().eval()
     assert not calibrated(two).even.layers
     assert list(calibrated(with_norm()).even.layers) == ["2.2"]
-    descriptor = torchq.QuantDescriptor()
-    rule = Rule("1.2", input=descriptor, weight=descriptor.replace(axis=0))
-    ruled = RECIPE.with_rules(rule)
-    assert list(calibrated(network(), recipe=ruled).even.layers) == ["2.2"]
+    assert list(calibrated(with_transposed()).even.layers) == ["2.2"]
+    # Its first dimension is that of input channels.
+    assert list(calibrated(with_transposed(), recipe=ruled("1.0")).even.layers) == [
+        "2.2"
+    ]
+    pools = RECIPE.with_rules(Rule("type:AvgPool2d", input=INPUT))
+    assert list(calibrated(with_pool(), recipe=pools).even.layers) == ["2.2"]
+    assert list(calibrated(with_pool()).even.layers) == DEPTHWISE
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layers"),
+    [
+        (ruled("1.2"), ["2.2"]),
+        (ruled("1.0"), DEPTHWISE),
+        (ruled("1.0", input=None, weight=None), ["2.2"]),
+        # One scale for the whole weight of the layer in front, which takes no factor by channel.
+        (ruled("1.0", weight=INPUT), ["2.2"]),
+        # One scale for the weights of all layers but those in front.
+        (
+            ruled("type:Conv2d", weight=INPUT).with_rules(
+                Rule("?.0", input=INPUT, weight=WEIGHT)
+            ),
+            [],
+        ),
+        (ruled("type:Conv2d", weight=WEIGHT.replace(calib_method="activation")), []),
+        (ruled("type:Conv2d", input=INPUT.replace(learn_amax=True)), DEPTHWISE),
+        (ruled("type:Conv2d", input=INPUT.replace(amax=3.0)), []),
+        (ruled("type:Conv2d", input=torchq.QuantDescriptor((4, 3))), []),
+        (ruled("type:Conv2d", weight=None), []),
+        (ruled("type:Conv2d", input=None), []),
+    ],
+)
+def test_layers_have_factors_where_their_quantizers_can_hold_them(
+    recipe: torchq.QuantConfig, layers: list[str]
+) -> None:
+    assert list(calibrated(network(), recipe=recipe).even.layers) == layers
+
+
+def test_a_quantized_result_in_front_takes_no_factors() -> None:
+    model: Any = network()
+    torchq.quantize_(model, RECIPE, progress=False)
+    model[1][0].quantize_output_(INPUT)
+    report = torchq.calibrate(model, batches(), progress=False)
+    assert list(report.even.layers) == ["2.2"]
+    assert "1 depthwise layer reads channels of one size" in str(report)
+
+
+def test_a_range_that_ends_where_it_is_clipped_takes_factors() -> None:
+    model: Any = network(nn.ReLU6)
+    with torch.no_grad():
+        model[1][0].weight.mul_(4)
+    report = calibrated(model)
+    assert "1.2" in report.even.layers
+    assert quantizers(model)["1.2.input_quantizer"].amax == 6
+    expected = results(model)
+    with as_in_files(model):
+        # But for ties, which sums in another order break in another way.
+        assert (results(model) - expected).abs().median() < 1e-5
+
+
+def test_codes_beyond_a_clip_take_no_factors() -> None:
+    """In a file a ReLU6 would cut channels with factors at 6, where codes may reach 8."""
+    rounded = ruled("type:Conv2d", input=INPUT.replace(power_of_two=True))
+    assert not calibrated(network(nn.ReLU6), recipe=rounded).even.layers
+    model = network(nn.ReLU)
+    assert list(calibrated(model, recipe=rounded).even.layers) == DEPTHWISE
+    expected = results(model)
+    with as_in_files(model):
+        # But for ties, which sums in another order break in another way.
+        assert (results(model) - expected).abs().median() < 1e-5
+
+
+def test_targets_with_ranges_of_channels_and_calls_without_corrections_have_none() -> (
+    None
+):
     # OpenVINO has ranges of each channel there.
     assert not calibrated(network(), "openvino").even.tried
     assert not calibrated(network(), correct=False).even.tried
+
+
+def with_rare_values(seed: int) -> Tensor:
+    """Return images of which each 16th has large values, at pixels that no result depends on."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(64, 16, 12, 12, generator=generator)
+    x[::16, :, 1::2, 1::2] = 100.0
+    return x
+
+
+class Skipping(nn.Sequential):
+    """Every second pixel goes through a depthwise layer, and on through uneven channels."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        stem = nn.Conv2d(16, 16, 1, bias=False)
+        nn.init.dirac_(stem.weight)
+        depthwise = nn.Conv2d(16, 16, 1, stride=2, groups=16)
+        super().__init__(stem, nn.ReLU(), depthwise, Block(nn.ReLU()))
+
+
+def calibrated_on_rare_values(model: nn.Module) -> CalibrationReport:
+    torchq.quantize_(model, RECIPE, progress=False)
+    images = [with_rare_values(seed) for seed in (1, 2)]
+    return torchq.calibrate(model, images, progress=False)
+
+
+def largest_read(*layers: Any) -> Tensor:
+    """Return the largest value that layers return in float for each image with rare values."""
+    with torch.no_grad():
+        x = torch.cat([with_rare_values(seed) for seed in (1, 2)])
+        for layer in layers:
+            x = layer(x)
+    return x.flatten(1).amax(1)
+
+
+def test_a_layer_that_is_not_worth_factors_keeps_its_averaged_range() -> None:
+    model = Skipping().eval()
+    report = calibrated_on_rare_values(model)
+    assert list(report.even.layers) == ["3.2"]
+    assert "2.input_quantizer" in report.averages.averaged
+    plain: Any = Skipping().eval()
+    samples = largest_read(plain[0], plain[1])
+    average = samples.double().mean().float()
+    assert average < samples.max() / 5
+    torch.testing.assert_close(
+        quantizers(model)["2.input_quantizer"].amax, average, rtol=1e-6, atol=0
+    )
+    assert quantizers(model)["2.input_quantizer"].pre_quant_scale is None
+    # Where channels got factors the range holds all values again, and is no average.
+    assert "3.2.input_quantizer" not in report.averages.averaged
+    whole = largest_read(*list(plain)[:3], plain[3][0], plain[3][1])
+    assert whole.mean() < 0.9 * whole.max()
+    torch.testing.assert_close(
+        quantizers(model)["3.2.input_quantizer"].amax, whole.max(), rtol=1e-5, atol=0
+    )
+
+
+def read_in_float(model: Any, images: list[Tensor]) -> Tensor:
+    """Return what the first depthwise layer of a network reads in float, by channel."""
+    with torch.no_grad():
+        x = model[0](torch.cat(images))
+        x = model[1][1](model[1][0](x))
+    return x.movedim(1, 0).flatten(1)
+
+
+def test_factors_bring_every_channel_near_the_range_of_all_values() -> None:
+    """Batches differ in size: the largest is neither the first nor the last."""
+    images = [x * size for x, size in zip(batches(), (0.5, 1.0, 0.7), strict=True)]
+    model = network(nn.ReLU)
+    torchq.quantize_(model, RECIPE, progress=False)
+    # Images that nobody took come as an empty batch.
+    report = torchq.calibrate(model, [*images, images[0][:0]], progress=False)
+    quantizer = quantizers(model)["1.2.input_quantizer"]
+    factors = quantizer.pre_quant_scale
+    assert isinstance(factors, Tensor)
+    values = read_in_float(network(nn.ReLU), images)
+    largest = values.amax(1)
+    torch.testing.assert_close(quantizer.amax, largest.max(), rtol=1e-5, atol=0)
+    reached = largest * factors.flatten() / quantizer.amax
+    # Half the room stays empty where a larger factor would clip too much.
+    assert reached.max() <= 2.0 and reached.min() > 0.25
+    assert torch.equal(factors.log2(), factors.log2().round())
+    # The gain is that of the rounding of its values, of which calibration looked at some.
+    noise = []
+    for held in (torch.ones_like(factors), factors):
+        shape = held.view(-1, 1)
+        codes = (values * shape / quantizer.scale).round().clamp(max=127)
+        noise.append((codes * quantizer.scale / shape - values).square().sum())
+    gain = float(10 * (noise[0] / noise[1]).log10())
+    assert report.even.layers["1.2"].gain == pytest.approx(gain, abs=0.5)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_rare_value_limits_the_factor_of_its_channel(sign: int) -> None:
+    """Few values are looked at, and the largest of a channel may not be among them."""
+    factors = []
+    for rare in (0.0, 32.0):
+        torch.manual_seed(0)
+        front = nn.Conv2d(16, 16, 1, bias=False)
+        nn.init.dirac_(front.weight)
+        depthwise = nn.Conv2d(16, 16, 3, groups=16)
+        model = nn.Sequential(front, depthwise, nn.Conv2d(16, 4, 1)).eval()
+        with torch.no_grad():
+            front.weight[8:] /= 32
+            depthwise.weight[8:] *= 32
+        x = torch.randn(4, 16, 64, 64).clamp(-4, 4)
+        x[2, 8, 20, 30] += rare * sign
+        x[:, 3] = 0
+        torchq.quantize_(model, RECIPE, progress=False)
+        report = torchq.calibrate(model, [x], progress=False)
+        assert list(report.even.layers) == ["1"]
+        quantizer = quantizers(model)["1.input_quantizer"]
+        assert isinstance(quantizer.pre_quant_scale, Tensor)
+        assert quantizer.pre_quant_scale[3] == 1  # for zeros any factor would do
+        factors.append(float(quantizer.pre_quant_scale[8]))
+        reached = factors[-1] * x[:, 8].abs().amax() / 32 / quantizer.amax
+        assert 0.5 < reached <= 2.0
+    assert factors[0] >= 4 * factors[1]
+
+
+def test_a_method_that_is_given_sets_the_ranges() -> None:
+    model, plain = network(), network()
+    report = calibrated(model, method="percentile", percentile=99.0)
+    calibrated(plain, method="percentile", percentile=99.0, correct=False)
+    assert list(report.even.layers) == DEPTHWISE
+    for name in DEPTHWISE:
+        one, other = (quantizers(m)[f"{name}.input_quantizer"] for m in (model, plain))
+        assert torch.equal(one.amax, other.amax)
+
+
+def test_factors_that_change_no_output_are_not_kept() -> None:
+    """Nothing reads any channel but the largest, which has the factor 1."""
+    torch.manual_seed(0)
+    block = Block(nn.ReLU())
+    with torch.no_grad():
+        block[3].weight[:, :-1] = 0
+    model = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), block).eval()
+    plain = copy.deepcopy(model)
+    report = calibrated(model)
+    calibrated(plain, correct=False)
+    assert report.even.tried == 1 and report.even.outputs.gain == 0
+    assert not report.even.layers
+    for name, quantizer in quantizers(model).items():
+        assert quantizer.pre_quant_scale is None
+        assert torch.equal(quantizer.amax, quantizers(plain)[name].amax)
+
+
+def test_few_values_of_many_calls_are_kept() -> None:
+    layer = nn.Conv2d(4, 4, 3, groups=4)
+    inputs = DepthwiseInputs({"layer": layer}, None)
+    with inputs.recording():
+        for n in range(12):
+            layer(torch.arange(4.0).view(4, 1, 1).expand(2, 4, 40, 40) + 10 * n)
+    values = inputs.values["layer"]
+    by_call = torch.arange(8).repeat_interleave(1024) * 10.0
+    assert torch.equal(values, torch.arange(4.0).view(4, 1) + by_call)
+    ends = torch.stack([torch.arange(4.0), torch.arange(4.0) + 110])
+    assert torch.equal(inputs.ends["layer"], ends)
+
+
+def test_inputs_without_an_error_are_not_tried() -> None:
+    """Whole numbers up to 127 have codes of their own."""
+    front = nn.Conv2d(4, 4, 1, bias=False)
+    nn.init.dirac_(front.weight)
+    depthwise = nn.Conv2d(4, 4, 3, groups=4)
+    model = nn.Sequential(front, nn.ReLU(), depthwise, nn.Conv2d(4, 2, 1)).eval()
+    x = torch.arange(1024).remainder(128).float().view(1, 4, 16, 16)
+    torchq.quantize_(model, RECIPE, progress=False)
+    report = torchq.calibrate(model, [x], progress=False)
+    assert quantizers(model)["2.input_quantizer"].amax == 127
+    assert report.even.tried == 0 and not report.even.layers
 
 
 def test_equal_channels_keep_their_ranges() -> None:
@@ -279,7 +548,7 @@ def test_an_image_without_a_batch_and_audio_are_calibrated_too() -> None:
 def _calibrate_on_rank(folder: Path) -> None:
     """Calibrate on the batches of this rank; the first has none."""
     rank = dist.get_rank()
-    model = network()
+    model = network(nn.Identity)
     torchq.quantize_(model, RECIPE, example=batches()[0], progress=False)
     own = batches() if rank else []
     report = torchq.calibrate(model, own, group=dist.group.WORLD, progress=False)
@@ -292,4 +561,9 @@ def test_all_ranks_have_the_same_factors(tmp_path: Path) -> None:
     (one, state), (other, same) = (torch.load(tmp_path / f"{n}.pt") for n in range(2))
     assert one == other == DEPTHWISE
     assert all(torch.equal(value, same[name]) for name, value in state.items())
+    # They are those of one process with all batches, whose inputs have both signs.
+    model = network(nn.Identity)
+    calibrated(model)
+    alone = model.state_dict()
+    assert all(torch.equal(value, alone[name]) for name, value in state.items())
     assert isinstance(state["1.2.input_quantizer.pre_quant_scale"], Tensor)

@@ -151,6 +151,148 @@ def test_factors_that_bring_nothing_at_the_output_are_dropped(
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
+def test_factors_that_bring_little_at_the_output_are_dropped() -> None:
+    """The head keeps its one range by a rule, and its noise hides what the others gain."""
+    descriptor = torchq.QuantDescriptor()
+    rule = Rule("head", input=descriptor, weight=descriptor.replace(axis=0))
+    recipe = torchq.recipes.int8(reduce_range=True)
+    model = quantized(config=recipe.with_rules(rule))
+    report = calibrated(model)
+    assert report.factors.tried == 2 and 0.5 < report.factors.outputs.gain < 1
+    assert not report.factors.layers
+    assert model.query.input_quantizer.pre_quant_scale is None
+    assert model.query.weight_quantizer.pre_quant_scale is None
+
+
+def test_layers_that_share_a_quantizer_with_another_have_no_factors() -> None:
+    model = quantized()
+    model.head.input_quantizer = model.query.input_quantizer
+    report = calibrated(model)
+    assert not {"query", "key", "head"} & set(report.factors.layers)
+    assert model.query.input_quantizer.pre_quant_scale is None
+
+
+def test_a_layer_of_which_one_quantizer_is_set_anew_keeps_its_factors() -> None:
+    model = quantized()
+    calibrated(model)
+    before = plan_of(model)
+    factors = model.query.input_quantizer.pre_quant_scale.clone()
+    amax = model.query.input_quantizer.amax.clone()
+    model.query.input_quantizer.forget_amax()
+    with pytest.warns(UserWarning, match="6 quantizers are calibrated already"):
+        calibrated(model)
+    assert plan_of(model) == before
+    assert torch.equal(model.query.input_quantizer.pre_quant_scale, factors)
+    assert model.query.weight_quantizer.pre_quant_scale is not None
+    assert torch.equal(model.query.input_quantizer.amax, amax)
+
+
+def test_a_model_without_multiplications_is_not_tried() -> None:
+    model = nn.Sequential(nn.AvgPool1d(2)).eval()
+    torchq.quantize_(model, target="onnxruntime", example=rows()[0], progress=False)
+    report = calibrated(model)
+    assert report.ranges and report.factors.tried == 0
+
+
+@pytest.mark.parametrize("of", ["call", "inputs", "weights", "columns", "fixed"])
+def test_other_ranges_than_those_of_ends_leave_channels_alone(of: str) -> None:
+    """Neither the ends of channels nor the weights by rows tell such ranges."""
+    descriptor = torchq.QuantDescriptor()
+    by = {
+        "columns": {"weight": descriptor.replace(axis=1)},
+        "fixed": {"input": descriptor.replace(amax=300.0)},
+        "inputs": {"input": descriptor.replace(calib_method="mse")},
+        "weights": {"weight": descriptor.replace(axis=0, calib_method="activation")},
+    }
+    usual = {"input": descriptor, "weight": descriptor.replace(axis=0)}
+    rule = Rule("type:Linear", **{**usual, **by.get(of, {})})
+    model = quantized(config=torchq.recipes.int8().with_rules(rule))
+    report = calibrated(model, **({"method": "mse"} if of == "call" else {}))
+    assert report.factors.tried == 0
+    assert model.query.input_quantizer.pre_quant_scale is None
+
+
+class Overwritten(Block):
+    """The second of two layers reads the same tensor, with other numbers in it by then."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        query = self.query(y)
+        whole = y.clone()
+        y[:, 2] /= 80.0
+        y[:, 5] *= 80.0
+        return self.head(whole + self.out((query * self.key(y)).tanh()))
+
+
+def test_a_tensor_that_was_overwritten_is_another_one() -> None:
+    model: Any = Overwritten().eval()
+    recipe = torchq.recipes.int8(reduce_range=True)
+    torchq.quantize_(model, recipe, example=rows()[0], progress=False)
+    report = calibrated(model)
+    assert {"query", "key"} <= set(report.factors.layers)
+    of_query, of_key = (
+        layer.weight_quantizer.pre_quant_scale.flatten()
+        for layer in (model.query, model.key)
+    )
+    assert of_query[2] > of_key[2] and of_query[5] < of_key[5]
+
+
+def test_the_exponent_is_the_one_with_the_least_error_of_its_layers() -> None:
+    """Both that are tried are computed here by equation 4 of the paper, on all rows."""
+    block = Block().eval().requires_grad_(False)
+    block.key.weight[:, 7] *= 16
+    model = copy.deepcopy(block)
+    recipe = torchq.recipes.int8(reduce_range=True)
+    torchq.quantize_(model, recipe, example=rows()[0], progress=False)
+    report = calibrated(model)
+    x = block.norm(torch.cat(rows()))
+    layers = (block.query, block.key)
+    largest = x.abs().amax(0)
+    columns = torch.stack([layer.weight.abs().amax(0) for layer in layers]).amax(0)
+
+    def error(factors: Tensor) -> float:
+        total = 0.0
+        for layer in layers:
+            read, weight = x / factors, layer.weight * factors
+            scale = read.abs().amax() / 127
+            steps = weight.abs().amax(1, keepdim=True) / 63
+            codes = (read / scale).round() * scale
+            rounded = codes @ ((weight / steps).round() * steps).t()
+            total += float((rounded - x @ layer.weight.t()).square().sum())
+        return total
+
+    errors = {}
+    factors = {}
+    for alpha in (0.5, 0.8):
+        logs = alpha * largest.log2() - (1 - alpha) * columns.log2()
+        factors[alpha] = (logs - logs.mean()).round().exp2()
+        errors[alpha] = error(factors[alpha])
+    chosen = report.factors.layers["query"]
+    held: Any = model.query.weight_quantizer.pre_quant_scale
+    assert torch.equal(held.flatten(), factors[chosen.alpha])
+    assert chosen.alpha == min(errors, key=lambda alpha: errors[alpha])
+    gain = 10 * math.log10(error(torch.ones(SIZE)) / errors[chosen.alpha])
+    assert chosen.gain == pytest.approx(gain, abs=1.0)
+
+
+def test_channels_of_zeros_have_the_factor_one() -> None:
+    """On either side; of the others the factors are those of the paper, over their mean."""
+    x = torch.tensor([0.0, 0.25, 16.0, 3.0, 0.0])
+    weight = torch.tensor([2.0, 4.0, 1.0, 0.0, 0.0])
+    plain = [0.25**0.5 / 4.0**0.5, 16.0**0.5]
+    mean = math.sqrt(plain[0] * plain[1])
+    expected = torch.tensor([1.0, plain[0] / mean, plain[1] / mean, 1.0, 1.0])
+    torch.testing.assert_close(linear_factors.channel_factors(x, weight, 0.5), expected)
+    ones = linear_factors.channel_factors(x, weight.new_zeros(5), 0.8)
+    assert torch.equal(ones, torch.ones(5))
+
+
+def test_factors_are_the_nearest_powers_of_two_that_float16_holds() -> None:
+    factors = torch.tensor([1.4, 1.5, 0.7, 0.72, 3.0, 1e9, 1e-9])
+    expected = torch.tensor([1.0, 2.0, 0.5, 1.0, 4.0, 1024.0, 1 / 1024])
+    assert torch.equal(linear_factors.powers_of_two(factors), expected)
+
+
 def test_outputs_that_nobody_can_tell_from_float_are_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -167,6 +309,22 @@ def test_channels_that_few_rows_tell_of_are_left_alone() -> None:
     few = [x[:64] for x in rows()]
     assert torchq.calibrate(model, few, progress=False).factors.tried == 0
     assert model.query.input_quantizer.pre_quant_scale is None
+
+
+def test_few_rows_of_many_calls_are_kept() -> None:
+    layer = nn.Linear(4, 2)
+    inputs = linear_factors.LinearInputs({"layer": layer})
+    generator = torch.Generator().manual_seed(0)
+    calls = [torch.randn(100, 4, generator=generator) + n for n in range(10)]
+    with inputs.recording():
+        for x in (*calls, calls[0][:0]):
+            layer(x)
+    read = torch.cat(calls)
+    assert inputs.counts == {"layer": 1000}
+    assert torch.equal(inputs.ends["layer"], torch.stack([read.amin(0), read.amax(0)]))
+    # From all over a call, and from several.
+    kept = torch.cat([x[::6][:16] for x in calls[:4]])
+    assert torch.equal(inputs.rows["layer"], kept)
 
 
 def test_a_convolutional_network_is_not_tried() -> None:

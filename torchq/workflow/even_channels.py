@@ -256,6 +256,8 @@ def _why_apart(model: nn.Module, flow: Flow, pair: Pair) -> str:
         return "its weight has no scale for each output channel"
     if _end_of(reader.input_quantizer) > pair.clip:
         return "it is clipped below the end of the range"
+    if math.isfinite(pair.clip) and reader.input_quantizer.descriptor.power_of_two:
+        return "it is clipped, and codes with such a scale may lie beyond that"
     (current,) = flow.consumers(flow.calls_of(source)[0])
     while current.module is not reader:
         if any(q.quantizing for q in _quantizers_in(current.module)):
