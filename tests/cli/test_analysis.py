@@ -145,6 +145,9 @@ def test_help_shows_examples_that_parse(capsys: pytest.CaptureFixture[str]) -> N
     for name, child in parser.children.items():
         example = child.format_help().partition("example:\n")[2].split()
         assert example[:2] == ["torchq", name]
+        usage = child.format_usage()
+        assert usage.startswith(f"usage: torchq {name} [options]")
+        assert len(usage.splitlines()) == 1  # each option has a line of its own below
         parser.parse_args(example[1:])
 
 

@@ -11,7 +11,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -138,7 +138,10 @@ def image_size(text: str) -> tuple[int, int]:
 
 
 def _row(
-    flag: str, help: str, metavar: str | None = None, **settings: object
+    flag: str,
+    help: str,
+    metavar: str | tuple[str, ...] | None = None,
+    **settings: object,
 ) -> object:
     """Return an argument; its help ends with the default if that is one number or word."""
     if (
@@ -160,7 +163,7 @@ def _many(flag: str, help: str, metavar: str, **settings: object) -> object:
 
 
 def _count(flag: str, help: str, least: int, default: int, **settings: Any) -> object:
-    return _row(flag, help, type=whole(least), default=default, **settings)
+    return _row(flag, help, "N", type=whole(least), default=default, **settings)
 
 
 #: Rows of a group; rows in an inner list exclude each other.
@@ -175,14 +178,15 @@ _SOURCE = [
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _SIZE = "for a folder: 224, or HEIGHTxWIDTH (default: that of the file, or 224)"
 _IMAGENETS = "for a folder (default: ImageNet's)"
+_COLOURS = ("R", "G", "B")
 _DATA = [
     _row("--data", "a folder of images, or package.module:loader", "SOURCE"),
     _count("--num-batches", "how many batches", 1, 16),
     _count("--batch-size", "for a folder: images in a batch", 1, 16),
     _count("--seed", "for a folder: of the order, even over its sub-folders", 0, 0),
     _row("--image-size", _SIZE, "SIZE", type=image_size),
-    _row("--mean", _IMAGENETS, type=number(), nargs=3, default=_MEAN),
-    _row("--std", _IMAGENETS, type=number(above=0), nargs=3, default=_STD),
+    _row("--mean", _IMAGENETS, _COLOURS, type=number(), nargs=3, default=_MEAN),
+    _row("--std", _IMAGENETS, _COLOURS, type=number(above=0), nargs=3, default=_STD),
 ]
 _RECIPES = f"{', '.join(RECIPES)}, or a config file .json"
 _PATTERN = "only modules that match: a glob, re:REGEX or type:NAME; repeatable"
@@ -221,7 +225,7 @@ _OUTPUT = [
 _PAGE = """the report of torchq.report, with formats under a budget (default: a shorter one, beside
     the file of --export or --save, or torchq-report.html)"""
 _REPORT = [
-    _count("--compare", "batches after those of the calibration", 0, 4, metavar="N"),
+    _count("--compare", "batches after those of the calibration", 0, 4),
     [_row("--report", _PAGE, "FILE.html"), _flag("--no-report", "write no report")],
 ]
 _JSON = _flag("--json", "print JSON and nothing else")
@@ -329,6 +333,21 @@ COMMANDS: dict[str, tuple[str, dict[str, list[Any]], str]] = {
 }
 
 
+def _words_of(groups: Mapping[str, list[Any]]) -> str:
+    """Return what stands behind a command: its options, and the file that some read."""
+    words = ["[options]"]
+    rows = [row for rows in groups.values() for row in rows]
+    for flag, settings in chain.from_iterable(
+        row if type(row) is list else [row] for row in rows
+    ):
+        if not flag.startswith("-"):
+            name = settings["metavar"]
+            words.append(f"[{name}]" if settings.get("nargs") == "?" else name)
+        elif settings.get("required"):
+            words.append(f"{flag} {settings['metavar']}")
+    return " ".join(words)
+
+
 def build_parser() -> Parser:
     """Return the parser, with all its help."""
     formatted: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter}
@@ -343,6 +362,8 @@ def build_parser() -> Parser:
             name,
             help=help_text,
             description=f"{help_text[0].upper()}{help_text[1:]}.",
+            # One of argparse's own names every option twice, and fills a screen.
+            usage=f"torchq {name} {_words_of(groups)}",
             epilog=f"example:\n  torchq {name} {example}",
             **formatted,
         )
