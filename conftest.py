@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ def session_settings(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     doctest_namespace.update(torch=torch, torchq=torchq)
+    # Made now, it lies outside of what pytest removes before multiprocessing removes it at exit.
+    get_temp_dir()
     compiled = str(Path(tempfile.gettempdir(), "torchq-tests-inductor"))
     temporary = str(tmp_path_factory.mktemp("temporary"))
     with pytest.MonkeyPatch.context() as patch:
