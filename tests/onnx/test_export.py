@@ -464,13 +464,34 @@ def test_tensors_in_containers_are_inputs(
 
 
 @CONTAINERS
-def test_tensors_in_containers_are_not_stored_as_constants(
-    kind: Any, example: Any, names: list[str], path: Path, tmp_path: Path
+def test_the_older_exporter_makes_inputs_of_tensors_in_containers(
+    kind: Any, example: Any, names: list[str], path: Path
 ) -> None:
     model = ready(kind(), example())
-    message = rf"got the tensors {', '.join(names[:2])} inside a container.*dynamo=True"
+    torchq.export_onnx(model, example(), path, dynamo=False)
+    assert [value.name for value in onnx.load(path).graph.input] == names
+    assert torchq.verify_onnx(model, path, [example()]).ok
+
+
+class OfMembers(nn.Module):
+    """Reads the one tensor of a set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, members: set[Tensor]) -> Tensor:
+        return self.layer(next(iter(members)))
+
+
+def test_tensors_in_other_containers_are_not_stored_as_constants(
+    path: Path, tmp_path: Path
+) -> None:
+    example = ({torch.randn(2, 4)},)
+    model = ready(OfMembers(), example)
+    message = r"got the tensors members_0 inside a container that.*dynamo=True"
     with pytest.raises(ExportError, match=message):
-        torchq.export_onnx(model, example(), path, dynamo=False)
+        torchq.export_onnx(model, example, path, dynamo=False)
     assert not list(tmp_path.iterdir())
 
 

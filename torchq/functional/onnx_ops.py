@@ -6,11 +6,14 @@ TorchScript exporter calls the ``symbolic`` methods below; the exporter that is 
 ``torch.export`` keeps what ``torch.onnx.ops.symbolic`` wrote.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.onnx.symbolic_helper import parse_args
 
 from torchq.errors import ExportError
 from torchq.formats import (
@@ -31,6 +34,8 @@ from torchq.utils.optional import import_optional
 MARK = ("torchq", "Quantizer")
 #: The first opset with int4 and uint4.
 FOUR_BITS = 21
+#: What the TorchScript exporter writes for an operator from this opset on, it writes in later ones.
+_FIRST_OPSET = 9
 
 
 @dataclass(frozen=True)
@@ -122,7 +127,7 @@ def mark(x: Tensor, name: str, axis: int) -> Tensor:
     :func:`onnx_axis`, -1 for None.
     """
     if torch.jit.is_tracing():
-        result: Tensor = _LegacyMark.apply(x, name, axis)
+        result: Tensor = torch.ops.torchq.quantizer(x, name, axis)
         return result
     attributes: dict[str, Any] = {"name": name, "axis": axis}
     return torch.onnx.ops.symbolic(
@@ -130,18 +135,31 @@ def mark(x: Tensor, name: str, axis: int) -> Tensor:
     )
 
 
-class _LegacyMark(torch.autograd.Function):
-    """The mark for the TorchScript exporter, which calls ``symbolic``."""
+# An operator of a library, whose schema says that it changes nothing. To the TorchScript exporter a
+# call of an autograd.Function might change any tensor, so that it takes lists of tensors behind it,
+# as of torch.where, for lists of unknown length: the number of regions in a level of a detector
+# would become a constant.
+_LIBRARY = torch.library.Library("torchq", "FRAGMENT")
+_LIBRARY.define("quantizer(Tensor x, str name, int axis) -> Tensor")
+_LIBRARY.impl("quantizer", lambda x, name, axis: x.clone(), "CompositeExplicitAutograd")
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, name: str, axis: int) -> Tensor:
-        return x.clone()
 
-    @staticmethod
-    def symbolic(g: Any, x: Any, name: str, axis: int) -> object:
-        result = g.op("::".join(MARK), x, name_s=name, axis_i=axis)
-        result.setType(x.type())
-        return result
+@contextmanager
+def legacy_marks() -> Iterator[None]:
+    """Let the TorchScript exporter know in the block what :func:`mark` writes."""
+    operator = "torchq::quantizer"
+    torch.onnx.register_custom_op_symbolic(operator, _legacy_mark, _FIRST_OPSET)
+    try:
+        yield
+    finally:
+        torch.onnx.unregister_custom_op_symbolic(operator, _FIRST_OPSET)
+
+
+@parse_args("v", "s", "i")
+def _legacy_mark(g: Any, x: Any, name: str, axis: int) -> object:
+    result = g.op("::".join(MARK), x, name_s=name, axis_i=axis)
+    result.setType(x.type())
+    return result
 
 
 def clip_bounds(

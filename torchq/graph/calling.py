@@ -74,18 +74,31 @@ def prepared_call(
         return partial(forward, model, with_copies(example))
     model = network_of(model)
     args, kwargs = with_copies(call_arguments(model, example))
-    return partial(_called, model, args, kwargs)
+    return partial(_called, model, args, kwargs, is_list=type(example) is list)
 
 
 def _called(
-    model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    model: nn.Module,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    *,
+    is_list: bool,
 ) -> object:
     try:
         return model(*args, **kwargs)
-    except (AttributeError, TypeError) as error:
+    except (AssertionError, AttributeError, TypeError, ValueError) as error:
         arguments = [*args, *kwargs.values()]
-        if arguments and not any(True for _ in tensors_in(arguments)):
+        has_tensors = any(True for _ in tensors_in(arguments))
+        is_of_types = isinstance(error, (AttributeError, TypeError))
+        if arguments and not has_tensors and is_of_types:
             raise ConfigError(_no_tensor_text(model, arguments)) from error
+        if is_list and has_tensors:
+            raise ConfigError(
+                f"{_signature_text(model)}: got a list, whose members are the arguments, and "
+                f"failed on them ({type(error).__name__}: {error}); expected arguments that it "
+                "takes. If the list is itself the one argument, as the images of a detector are, "
+                "put it into a tuple: (images,)"
+            ) from error
         raise
 
 

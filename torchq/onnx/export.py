@@ -223,6 +223,8 @@ def export_onnx(
         ExampleCall(model, example, is_open, dynamic_shapes, *names)
         for is_open in batches
     ]
+    if len(calls) > 1 and calls[0].shapes == calls[1].shapes:
+        del calls[1:]  # Tensors inside containers have no open batch.
     lengths = _open_lengths(model, example) if dynamic_shapes is None else {}
     if lengths:
         calls.insert(0, ExampleCall(model, example, batches[0], lengths, *names))

@@ -8,7 +8,8 @@ import math
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchq.errors import ExportError
-from torchq.functional.onnx_ops import MARK, mark
+from torchq.functional.onnx_ops import MARK, legacy_marks, mark
+from torchq.graph import map_tensors
 from torchq.nn import TensorQuantizer
 from torchq.onnx.interface import ExampleCall, argument_names
 from torchq.onnx.ir import Graph, Model, Node, Value, onnx_ir, set_opset
@@ -116,6 +118,16 @@ _NUMBERED = "torchq_number_"
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
+#: What is left where neither exporter can trace a model, as one that chooses boxes.
+_WRAPPER = (
+    "Where both refuse a model, export a torch.nn.Module around its layers, such as backbone and "
+    "head, whose forward takes one tensor and returns a tuple of tensors, and leave the rest, such "
+    "as the choice of boxes, in Python"
+)
+#: Letters of a reason of torch that a message shows.
+_LONGEST_REASON = 300
+
+
 class TorchExportError(ExportError):
     """torch's exporter failed; torchq's own errors about the model are plain ExportErrors."""
 
@@ -136,6 +148,7 @@ def run_dynamo(call: ExampleCall, opset: int, marks: Marks) -> Model:
         with (
             warnings.catch_warnings(),
             _without_log_of("torch.onnx"),
+            redirect_stderr(StringIO()),  # torch prints graphs that it could not finish
             _dense_states(call.model),
         ):
             warnings.simplefilter("ignore")
@@ -157,12 +170,17 @@ def run_dynamo(call: ExampleCall, opset: int, marks: Marks) -> Model:
             marks.place(program.model)
             optimize_(program)
     except Exception as error:
-        raise _explained(
-            error,
-            "dynamo=False takes the other exporter, dynamic_batch=False fixes the batch size",
-        ) from error
+        raise _explained(error, _advice_on_dynamo(call)) from error
     _keep_input_names(program.model, call.input_names)
     return program.model
+
+
+def _advice_on_dynamo(call: ExampleCall) -> str:
+    """Return what to do where the exporter that is based on ``torch.export`` fails."""
+    fixes = ["dynamo=False takes the other exporter"]
+    if any(0 in dims for dims in call.shapes.values()):
+        fixes.append("dynamic_batch=False fixes the batch size")
+    return f"{', '.join(fixes)}. {_WRAPPER}"
 
 
 @contextmanager
@@ -253,7 +271,8 @@ class _TensorsOnly(nn.Module):
     """A module that calls another one, and whose arguments are tensors alone.
 
     The TorchScript exporter makes inputs of numbers too, and of defaults that it finds in a
-    signature. Here they are part of the module.
+    signature; and constants of tensors inside lists and mappings. Here all that are no tensors are
+    part of the module, and all tensors are arguments.
     """
 
     def __init__(self, call: ExampleCall) -> None:
@@ -263,14 +282,10 @@ class _TensorsOnly(nn.Module):
         self.training = call.model.training
 
     def forward(self, *tensors: Tensor) -> Any:
-        remaining = list(tensors)
-        args = [
-            remaining.pop(0) if isinstance(v, Tensor) else v for v in self._call.args
-        ]
-        kwargs = {
-            name: remaining.pop(0) if isinstance(v, Tensor) else v
-            for name, v in self._call.kwargs.items()
-        }
+        remaining = iter(tensors)
+        args, kwargs = map_tensors(
+            (self._call.args, self._call.kwargs), lambda _: next(remaining)
+        )
         with _DataIsDetached():
             return self.get_submodule(_WRAPPED)(*args, **kwargs)
 
@@ -303,26 +318,29 @@ def _each_warning_once() -> Iterator[None]:
 
 def run_torchscript(call: ExampleCall, opset: int) -> Model:
     """Return the graph of the TorchScript exporter."""
-    if call.contained:
+    tensors = tuple(call.feeds().values())
+    replaced: list[Tensor] = []
+    map_tensors((call.args, call.kwargs), replaced.append)
+    if [*map(id, replaced)] != [*map(id, tensors)]:
         raise ExportError(
-            f"export_onnx: got the tensors {', '.join(call.contained)} inside a container, which "
-            "the TorchScript exporter would store as constants; expected tensors. Pass "
-            "dynamo=True, with opset 18 or later"
+            f"export_onnx: got the tensors {', '.join(call.contained)} inside a container that is "
+            "no tuple, list or mapping, which the TorchScript exporter would store as constants; "
+            "expected tensors. Pass dynamo=True, with opset 18 or later"
         )
     axes = {_spelled(name): dict(dims) for name, dims in call.shapes.items()}
     try:
-        with _each_warning_once(), tempfile.TemporaryDirectory() as folder:
+        with (
+            _each_warning_once(),
+            legacy_marks(),
+            tempfile.TemporaryDirectory() as folder,
+        ):
             warnings.simplefilter("ignore", DeprecationWarning)
             # Folding would not shorten the graph where the exporter warns about it.
             warnings.filterwarnings("ignore", message="Constant folding")
             file = Path(folder, "model.onnx")
             torch.onnx.export(
                 _TensorsOnly(call),
-                tuple(
-                    v
-                    for v in (*call.args, *call.kwargs.values())
-                    if isinstance(v, Tensor)
-                ),
+                tensors,
                 str(file),
                 input_names=[_spelled(name) for name in call.input_names],
                 output_names=call.output_names
@@ -334,7 +352,9 @@ def run_torchscript(call: ExampleCall, opset: int) -> Model:
             )
             model = onnx_ir.external_data.load_to_model(onnx_ir.load(file))
     except Exception as error:
-        raise _explained(error, "dynamo=True takes the other exporter") from error
+        raise _explained(
+            error, f"dynamo=True takes the other exporter. {_WRAPPER}"
+        ) from error
     _remove_prefix(model)
     _restore_numbers(model)
     set_opset(model, opset)
@@ -394,6 +414,8 @@ def _explained(error: Exception, fix: str) -> Exception:
     if reason.endswith(":"):
         reason = " ".join([reason, *(line.lstrip("- ") for line in lines[1:2])])
     reason = reason.rstrip(".")
+    if len(reason) > _LONGEST_REASON:
+        reason = f"{reason[:_LONGEST_REASON]} ..."
     return TorchExportError(
         f"export_onnx: torch could not export the model ({type(deepest).__name__}: {reason}). {fix}"
     )

@@ -308,8 +308,10 @@ class Output:
         self._noise += float(gap.square().sum())
         self._max = max(self._max, float(gap.max()) if want.numel() else 0.0)
         samples = len(want) if want.dim() else 1
-        is_equal = (gap <= allowed_gap(want, EQUAL)).reshape(samples, -1)
-        self._equal += int(is_equal.all(1).sum())
+        is_equal = gap <= allowed_gap(want, EQUAL)
+        # A detector may find nothing: rows without a number, or no row.
+        rows = is_equal.reshape(samples, *want.shape[1:], 1).flatten(1)
+        self._equal += int(rows.all(1).sum())
         self._samples += samples
         if want.dim() == 2 and want.shape[1] > 1 and want.is_floating_point():
             self._same += int((want.argmax(1) == got.argmax(1)).sum())
@@ -319,7 +321,7 @@ class Output:
         """Return the figures over all batches."""
         return OutputAgreement(
             self._name,
-            self._equal / max(self._samples, 1),
+            self._equal / self._samples if self._samples else 1.0,
             self._same / self._counted if self._counted else None,
             decibels(self._signal, self._noise),
             self._max,
@@ -335,10 +337,23 @@ def add_outputs(
     if shapes[0] != shapes[1]:
         raise ExportError(
             f"verify_onnx: the model returns {shapes[0]}, the file {shapes[1]}; "
-            "expected equal shapes. Export again"
+            f"expected equal shapes. {_advice_on_shapes(*shapes)}"
         )
     for output, want, got in zip(outputs, expected, found, strict=True):
         output.add(want, got)
+
+
+def _advice_on_shapes(
+    want: Sequence[Sequence[int]], got: Sequence[Sequence[int]]
+) -> str:
+    """Return what to do about shapes that are not equal."""
+    if [shape[1:] for shape in want] == [shape[1:] for shape in got]:
+        return (
+            "How many rows there are may depend on the data, as where a detector chooses boxes by "
+            "scores, of which equal ones come in any order: export and verify a torch.nn.Module "
+            "around the layers in front of the choice. Else export again"
+        )
+    return "Export again"
 
 
 def difference(want: Tensor, got: Tensor) -> Tensor:
@@ -413,9 +428,10 @@ class Codes:
             at_tie: where the values lie halfway between two codes, either of which is right.
         """
         if expected.shape != found.shape:
+            shapes = [tuple(expected.shape)], [tuple(found.shape)]
             raise ExportError(
-                f"{self.name}: the model has shape {tuple(expected.shape)}, "
-                f"the file {tuple(found.shape)}; expected the same"
+                f"{self.name}: the model has shape {shapes[0][0]}, the file {shapes[1][0]}; "
+                f"expected the same. {_advice_on_shapes(*shapes)}"
             )
         gap = difference(expected, found)
         self._count(gap, 0.0)
