@@ -75,10 +75,10 @@ def test_usual_operators_are_converted(op_type: str) -> None:
 
 
 #: What the names of cases begin with, of which none is refused.
-WHOLE = """acos add_ asin atan basic_deform bitshift bitwise col2im compress cosh cumprod
-    deform det_ dft eyelike gru hardmax isinf l1norm l2norm lpnorm lppool lstm maxpool mod_
-    nonmaxsuppression resize reversesequence rnn roialign scatter selu shrink simple_rnn sinh
-    stft tensorscatter unique_"""
+WHOLE = """acos add_ asin atan attention basic_deform bitshift bitwise col2im compress cosh
+    cumprod deform det_ dft eyelike gru hardmax isinf l1norm l2norm lpnorm lppool lstm maxpool
+    mod_ nonmaxsuppression resize reversesequence rms_ rnn roialign rotary scatter selu shrink
+    simple_rnn sinh stft tensorscatter unique_"""
 
 
 @pytest.mark.parametrize("kind", WHOLE.split())

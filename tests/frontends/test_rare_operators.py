@@ -106,8 +106,24 @@ def backwards() -> Any:
     )
 
 
+def attention() -> Any:
+    """Write attention whose mask and past are left out, before lengths of the keys."""
+    w = Writer(24)
+    y = w.conv(w.input("x", ["n", 3, 17, 17]), 3, 8, stride=4)
+    y = w.node(
+        "Transpose", w.node("Reshape", y, w.constant([0, 8, 25])), perm=[0, 2, 1]
+    )
+    parts = [w.node("MatMul", y, w.random(8, 8)) for _ in range(3)]
+    heads = {"q_num_heads": 2, "kv_num_heads": 2}
+    size = w.node("Slice", w.node("Shape", y), w.constant([0]), w.constant([1]))
+    lengths = w.node("Expand", w.constant([25]), size)
+    y = w.node("Attention", *parts, "", "", "", lengths, **heads)
+    return w.model(w.node("MatMul", y, w.random(8, 4)))
+
+
 FILES: dict[str, Callable[[], Any]] = {
     "activations": activations,
+    "attention": attention,
     "backwards": backwards,
     "deformable": deformable,
     "poolings": poolings,

@@ -29,7 +29,7 @@ from torchq.frontends.onnx.reader import (
     read_model,
     tensor_of,
 )
-from torchq.frontends.onnx.shapes import free_batch_, infer_types
+from torchq.frontends.onnx.shapes import free_batch_, infer_types, infer_value_types
 from torchq.frontends.onnx.written_out import merge_gelus_
 from torchq.utils.optional import import_optional
 
@@ -318,6 +318,7 @@ def _without_functions(
                 node.attribute.append(attribute.default_value)
     inliner = import_optional("onnx.inliner", "from_onnx")
     try:
+        model = _with_bodies(model, where, schemas)
         names = sorted(schemas)
         return inliner.inline_selected_functions(
             model, names, inline_schema_functions=True
@@ -325,6 +326,48 @@ def _without_functions(
     except Exception as error:  # the binding raises several kinds
         log.debug("%s: %s: %s", where, type(error).__name__, error)
         return model
+
+
+def _with_bodies(model: Any, where: str, schemas: dict[tuple[str, str], Any]) -> object:
+    """Put the bodies of functions in the place of operators that leave out an input in between.
+
+    The inliner asks for the type of each input of a function that depends on them, and finds none
+    there.
+    """
+    nodes = [
+        node
+        for graph in graphs(model.graph, where)
+        for node in graph.node
+        if "" in node.input
+        and (domain_of(node), node.op_type) in schemas
+        and schemas[domain_of(node), node.op_type].has_context_dependent_function
+    ]
+    if not nodes:
+        return model
+    onnx = import_optional("onnx", "from_onnx")
+    types = infer_value_types(model)
+    versions = opset_versions(model)
+    bodies = []
+    for number, node in enumerate(nodes):
+        schema = schemas[domain_of(node), node.op_type]
+        of_inputs = [types.get(name, b"") for name in node.input]
+        body = schema.get_context_dependent_function_with_opset_version(
+            versions.get(domain_of(node), 1), node.SerializeToString(), of_inputs
+        )
+        bodies.append(onnx.FunctionProto.FromString(body))
+        bodies[-1].name, bodies[-1].domain = f"{node.op_type}_{number}", _BODIES
+        if not bodies[-1].opset_import:
+            bodies[-1].opset_import.extend(model.opset_import)
+    for node, function in zip(nodes, bodies, strict=True):
+        node.op_type, node.domain = function.name, function.domain
+    model.functions.extend(bodies)
+    model.opset_import.append(onnx.helper.make_opsetid(_BODIES, 1))
+    inliner = import_optional("onnx.inliner", "from_onnx")
+    return inliner.inline_local_functions(model)
+
+
+#: The domain of functions while they are put in the place of operators.
+_BODIES = "torchq.bodies"
 
 
 def _advice(unknown: Iterable[str]) -> str:

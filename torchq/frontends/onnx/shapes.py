@@ -50,6 +50,19 @@ def infer_types(
     return shapes, {name: dtype_of(kind.elem_type) for name, kind in types.items()}
 
 
+def infer_value_types(model: Any) -> dict[str, bytes]:
+    """Return the serialized types of the tensors of the outermost graph, as far as known."""
+    onnx = import_optional("onnx", "from_onnx")
+    light = onnx.shape_inference.infer_shapes(_light_copy(model)).graph
+    known = {
+        tensor.name: onnx.helper.make_tensor_type_proto(tensor.data_type, tensor.dims)
+        for tensor in light.initializer
+    }
+    infos = (*light.input, *light.value_info, *light.output)
+    known |= {info.name: info.type for info in infos}
+    return {name: kind.SerializeToString() for name, kind in known.items()}
+
+
 def _note_ranks(graph: Any, where: str) -> bool:
     """Note how many sizes results of Reshape have where inference knows none; return True if new.
 
