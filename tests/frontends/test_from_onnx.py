@@ -286,7 +286,7 @@ def test_unknown_operators_are_named_all_at_once() -> None:
             "com.microsoft",
             "Read the file from before its runtime optimized it",
         ),
-        ("QLinearConv", "", ".*quant_format=QuantFormat.QDQ"),
+        ("QAttention", "com.microsoft", ".*quant_format=QuantFormat.QDQ"),
         ("ConvInteger", "", "It chooses scales at run time.*read the float file"),
         ("DynamicQuantizeLSTM", "com.microsoft", "It chooses scales at run time"),
     ],

@@ -21,6 +21,7 @@ from torchq.frontends.onnx.context import (
     NodeContext,
     qualified,
 )
+from torchq.frontends.onnx.qoperators import with_pairs_
 from torchq.frontends.onnx.reader import (
     DEEPEST,
     attribute_values,
@@ -240,6 +241,7 @@ def _operators(model: Any, where: str) -> collections.Counter[tuple[str, str]]:
 
 def prepare(model: object, where: str) -> Any:
     """Return a model of nothing but operators that can be converted."""
+    with_pairs_(model, where)
     counts = _operators(model, where)
     version = opset_versions(model).get("", OLDEST)
     if version > NEWEST:
@@ -380,7 +382,7 @@ def _advice(unknown: Iterable[str]) -> str:
             "It chooses scales at run time, as files of quantize_dynamic do: read the float file "
             "that it was made from"
         )
-    if any(kind.startswith(("QLinear", "QGemm")) for kind in kinds):
+    if any(kind.startswith(("QLinear", "QAttention", "QEmbed")) for kind in kinds):
         return "Quantize the float file again with quant_format=QuantFormat.QDQ"
     if any(name.startswith("com.microsoft.") for name in unknown):
         return "Read the file from before its runtime optimized it"

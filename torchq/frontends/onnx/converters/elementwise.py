@@ -213,6 +213,17 @@ def _cast(node: NodeContext) -> Value:
     return value if source is dtype else node.call(torch.Tensor.to, value, dtype)
 
 
+@converter("BitCast", dtypes=NUMBERS | UNSIGNED)
+def _bit_cast(node: NodeContext) -> Value:
+    dtype = dtype_of(node.attr("to", int))
+    source = node.dtype(0)
+    if dtype is None or source is None or dtype.itemsize != source.itemsize:
+        node.refuse(
+            f"it reads the bits of {source} as {dtype}; expected the same width"
+        )
+    return node.call(torch.Tensor.view, node.inputs[0], dtype)
+
+
 @converter("Identity", dtypes=None)
 def _identity(node: NodeContext) -> Value:
     if node.builder.dtypes.get(node.input_names[0], 0) is None:

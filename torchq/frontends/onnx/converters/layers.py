@@ -283,6 +283,18 @@ def _lp_pool(node: NodeContext) -> Value:
     return node.call(lp_pool, node.inputs[0], order, *sizes, convention)
 
 
+@converter("GlobalLpPool")
+def _global_lp_pool(node: NodeContext) -> Value:
+    return node.call(global_lp_pool, node.inputs[0], node.attr("p", 2))
+
+
+@one_call
+def global_lp_pool(x: Tensor, order: int) -> Tensor:
+    """Return the norm of each plane, the spatial dimensions kept."""
+    axes = list(range(2, x.dim()))
+    return (x.abs() ** order).sum(axes, keepdim=True) ** (1 / order)
+
+
 @one_call
 def lp_pool(
     x: Tensor,
