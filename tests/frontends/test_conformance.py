@@ -56,12 +56,12 @@ USUAL = """Abs Acos Acosh Add And ArgMax Asin Asinh Atanh Attention AveragePool
     DFT DeformConv DepthToSpace Det Div Elu Equal Erf Exp Expand EyeLike Flatten Floor GRU
     Gather GatherElements GatherND Gelu Gemm GlobalAveragePool GlobalMaxPool Greater
     HardSigmoid HardSwish Hardmax Identity InstanceNormalization IsInf LSTM LayerNormalization
-    LeakyRelu Less Log LogSoftmax LpNormalization LpPool MatMul Max MaxPool MaxUnpool
+    LeakyRelu Less Log LogSoftmax Loop LpNormalization LpPool MatMul Max MaxPool MaxUnpool
     MelWeightMatrix Min Mod Mul Neg NonMaxSuppression NonZero Not OneHot PRelu Pad Pow
     QLinearConv QLinearMatMul RNN Range Reciprocal ReduceL2 ReduceMax ReduceMean ReduceSum
-    Relu Reshape Resize ReverseSequence RoiAlign STFT ScatterElements ScatterND Selu Shape
-    Shrink Sigmoid Sin Sinh Slice Softmax Softplus SpaceToDepth Split Sqrt Squeeze Sub Sum Tan
-    Tanh TensorScatter Tile TopK Transpose Unique Unsqueeze Where"""
+    Relu Reshape Resize ReverseSequence RoiAlign STFT Scan ScatterElements ScatterND Selu
+    Shape Shrink Sigmoid Sin Sinh Slice Softmax Softplus SpaceToDepth Split Sqrt Squeeze Sub
+    Sum Tan Tanh TensorScatter Tile TopK Transpose Unique Unsqueeze Where"""
 
 
 @pytest.mark.parametrize("op_type", USUAL.split())
@@ -76,9 +76,10 @@ def test_usual_operators_are_converted(op_type: str) -> None:
 
 #: What the names of cases begin with, of which none is refused.
 WHOLE = """acos add_ asin atan attention basic_deform bitcast bitshift bitwise col2im compress
-    cosh cumprod deform det_ dft eyelike gru hardmax isinf l1norm l2norm lpnorm lppool lstm
-    maxpool mod_ nonmaxsuppression qlinear resize reversesequence rms_ rnn roialign rotary
-    scatter selu shrink simple_rnn sinh stft tensorscatter unique_"""
+    cosh cumprod deform det_ dft eyelike gru hardmax isinf l1norm l2norm linear_attention
+    loop11 lpnorm lppool lstm maxpool mod_ nonmaxsuppression qlinear resize reversesequence
+    rms_ rnn roialign rotary scan9 scatter selu shrink simple_rnn sinh stft tensorscatter
+    unique_"""
 
 
 @pytest.mark.parametrize("kind", WHOLE.split())

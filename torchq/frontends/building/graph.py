@@ -408,7 +408,7 @@ class FileNode(Attributes):
             return self._folded(module, args, {})
         path = self.builder.add_module(name or self.name, module, self.op_type)
         node = self.builder.graph.call_module(path, tuple(self._as_arguments(args)))
-        return self._noted(node)
+        return self.noted(node)
 
     def tensor(self, value: Value) -> fx.Node:
         """Return a node that gives ``value``: constants become tensors of the result."""
@@ -436,9 +436,10 @@ class FileNode(Attributes):
                 "would look into when it traces the result; expected one decorated with "
                 "torchq.frontends.building.one_call"
             )
-        return self._noted(self.builder.graph.call_function(function, args, kwargs))
+        return self.noted(self.builder.graph.call_function(function, args, kwargs))
 
-    def _noted(self, node: fx.Node) -> fx.Node:
+    def noted(self, node: fx.Node) -> fx.Node:
+        """Note in a node of the graph which node of the file it belongs to."""
         node.meta[f"{self.format}_name"] = self.name
         node.meta[f"{self.format}_op"] = self.op_type
         return node

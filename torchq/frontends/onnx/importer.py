@@ -275,6 +275,11 @@ def _upgraded(model: Any, where: str, version: int) -> object:
             f"{where}: got opset {version}, where a PRelu has a slope of each channel; "
             f"expected opset 7 or newer"
         )
+    if version < 9 and any(node.op_type == "Scan" for node in model.graph.node):
+        raise FrontendError(
+            f"{where}: got opset {version}, where a Scan has a batch of its own; "
+            f"expected opset 9 or newer"
+        )
     try:
         converter = import_optional("onnx.version_converter", "from_onnx")
         return converter.convert_version(model, OLDEST)

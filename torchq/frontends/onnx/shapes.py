@@ -35,7 +35,17 @@ def infer_types(
         for graph in graphs(light.graph, where)
         for value_info in graph.value_info
     ]
+    bodies = [
+        value_info
+        for graph in graphs(light.graph, where)
+        for value_info in (*graph.input, *graph.output)
+        if graph is not light.graph
+    ]
     infos = [*light.graph.input, *inner, *light.graph.output]
+    # A name that a body shares with what is outside of it says nothing.
+    outside = {info.name for info in infos}
+    shared = outside.intersection(info.name for info in bodies)
+    infos = [info for info in (*bodies, *infos) if info.name not in shared]
     types = {
         i.name: i.type.tensor_type for i in infos if i.type.HasField("tensor_type")
     }
