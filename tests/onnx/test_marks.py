@@ -129,3 +129,28 @@ def test_an_error_of_torch_is_told_in_full(tmp_path: Path) -> None:
     model = simulated(Rows().eval(), [X])
     with pytest.warns(UserWarning, match="inferred a static shape of 2 .* open batch"):
         torchq.export_onnx(model, X, tmp_path / "net.onnx", dynamo=True, progress=False)
+
+
+class Table(nn.Module):
+    """A layer that reads a table which is no parameter, and which a trace takes for a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.position = nn.Linear(4, 4)
+        self.table = torch.randn(3, 4)
+        self.register_buffer("buffer", torch.randn(3, 4), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.position(self.table) + self.position(self.buffer)
+        return self.layer(x) + bias.sum(0)
+
+
+@pytest.mark.parametrize("dynamo", [False, True])
+def test_what_reads_a_constant_keeps_its_quantizers(
+    dynamo: bool, tmp_path: Path
+) -> None:
+    model = simulated(Table().eval(), [X])
+    path = tmp_path / "net.onnx"
+    torchq.export_onnx(model, X, path, dynamo=dynamo, progress=False)
+    assert torchq.verify_onnx(model, path, [X], progress=False).ok

@@ -127,7 +127,7 @@ def mark(x: Tensor, name: str, axis: int) -> Tensor:
     :func:`onnx_axis`, -1 for None.
     """
     if torch.jit.is_tracing():
-        result: Tensor = torch.ops.torchq.quantizer(x, name, axis)
+        result: Tensor = torch.ops.torchq.quantizer(x, x.new_empty(0), name, axis)
         return result
     attributes: dict[str, Any] = {"name": name, "axis": axis}
     return torch.onnx.ops.symbolic(
@@ -135,13 +135,14 @@ def mark(x: Tensor, name: str, axis: int) -> Tensor:
     )
 
 
-# An operator of a library, whose schema says that it changes nothing. To the TorchScript exporter a
-# call of an autograd.Function might change any tensor, so that it takes lists of tensors behind it,
-# as of torch.where, for lists of unknown length: the number of regions in a level of a detector
-# would become a constant.
+# An operator of a library, whose schema says what it changes: a note of its own. To the TorchScript
+# exporter a call of an autograd.Function might change any tensor, so that it takes lists of tensors
+# behind it, as of torch.where, for lists of unknown length: the number of regions in a level of a
+# detector would become a constant. What changes nothing it computes beforehand, if it reads a
+# constant, and the quantizer would be gone.
 _LIBRARY = torch.library.Library("torchq", "FRAGMENT")
-_LIBRARY.define("quantizer(Tensor x, str name, int axis) -> Tensor")
-_LIBRARY.impl("quantizer", lambda x, name, axis: x.clone(), "CompositeExplicitAutograd")
+_LIBRARY.define("quantizer(Tensor x, Tensor(a!) note, str name, int axis) -> Tensor")
+_LIBRARY.impl("quantizer", lambda x, note, name, axis: x.clone(), "CompositeExplicitAutograd")
 
 
 @contextmanager
@@ -155,8 +156,8 @@ def legacy_marks() -> Iterator[None]:
         torch.onnx.unregister_custom_op_symbolic(operator, _FIRST_OPSET)
 
 
-@parse_args("v", "s", "i")
-def _legacy_mark(g: Any, x: Any, name: str, axis: int) -> object:
+@parse_args("v", "v", "s", "i")
+def _legacy_mark(g: Any, x: Any, note: Any, name: str, axis: int) -> object:
     result = g.op("::".join(MARK), x, name_s=name, axis_i=axis)
     result.setType(x.type())
     return result
