@@ -124,6 +124,23 @@ class Einsums(nn.Module):
         return torch.einsum("bqc,cd->bqd", found.transpose(1, 2).flatten(2), self.mix)
 
 
+class Positions(nn.Module):
+    """Layers that read a table of positions, which is the same for each sample of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(9, 16))
+        self.query = nn.Linear(16, 16)
+        self.position = nn.Linear(16, 16, bias=False)
+        self.bias = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 9))
+        self.out = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = self.query(x)
+        scores = query @ self.position(self.table).t() + self.bias(self.table)
+        return self.out(scores.softmax(-1) @ query)
+
+
 class Patches(nn.Module):
     """Patches of resized images, of which TorchScript asks how many there are."""
 
@@ -397,6 +414,32 @@ def test_open_lengths_count_as_in_the_example(dynamo: bool, tmp_path: Path) -> N
     assert written.coverage.share == pytest.approx(share.quantized, abs=1e-6)
     shorter = {name: tensor[:2, :9] for name, tensor in example.items()}
     assert torchq.verify_onnx(model, path, [example, shorter], progress=False).ok
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("dynamo", [False, True])
+def test_work_that_no_batch_multiplies_counts_as_in_the_run_of_the_plan(
+    dynamo: bool, rows: int, tmp_path: Path
+) -> None:
+    """What reads a table counts once beside the samples that the plan has seen."""
+    example = torch.randn(4, 9, 16)
+    model = Positions().eval()
+    in_float = ["bias.2", "*matmul*"]
+    torchq.quantize_(
+        model, target="onnxruntime", example=example, exclude=in_float, progress=False
+    )
+    torchq.calibrate(model, [example], progress=False)
+    torchq.save(model, tmp_path / "net.pt")
+    loaded = torchq.load(Positions().eval(), tmp_path / "net.pt")
+    share = plan_of(loaded).share
+    path = tmp_path / "net.onnx"
+    written = torchq.export_onnx(
+        loaded, example[:rows], path, dynamo=dynamo, progress=False
+    )
+    assert share is not None and written.coverage is not None
+    assert 0.5 < share.quantized < 0.8
+    assert written.coverage.share == pytest.approx(share.quantized, abs=1e-6)
+    assert torchq.inspect_onnx(path).coverage == written.coverage
 
 
 class BesideImage(nn.Module):

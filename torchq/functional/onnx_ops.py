@@ -142,7 +142,9 @@ def mark(x: Tensor, name: str, axis: int) -> Tensor:
 # constant, and the quantizer would be gone.
 _LIBRARY = torch.library.Library("torchq", "FRAGMENT")
 _LIBRARY.define("quantizer(Tensor x, Tensor(a!) note, str name, int axis) -> Tensor")
-_LIBRARY.impl("quantizer", lambda x, note, name, axis: x.clone(), "CompositeExplicitAutograd")
+_LIBRARY.impl(
+    "quantizer", lambda x, note, name, axis: x.clone(), "CompositeExplicitAutograd"
+)
 
 
 @contextmanager

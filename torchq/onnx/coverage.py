@@ -193,15 +193,21 @@ def _before_moves(value: Value) -> Value:
     return value
 
 
-def example_lengths(graph: Model, feeds: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the open lengths of a file by name, but those of batches, as its example has them."""
+def example_lengths(
+    graph: Model, feeds: Mapping[str, Tensor], rows: int
+) -> dict[str, int]:
+    """Return the open lengths of a file by name, as its example has them; ``rows`` for a batch."""
     lengths: dict[str, int] = {}
     for value in graph.graph.inputs:
         example = feeds.get(str(value.name))
-        dims = () if value.shape is None or example is None else tuple(value.shape)[1:]
-        for number, dim in enumerate(dims, start=1):
-            if not isinstance(dim, int) and example is not None:
+        dims = () if value.shape is None or example is None else tuple(value.shape)
+        for number, dim in enumerate(dims):
+            if isinstance(dim, int) or example is None:
+                continue
+            if number:
                 lengths[str(dim.value)] = example.shape[number]
+            else:
+                lengths.setdefault(str(dim.value), rows)
     return lengths
 
 
@@ -217,15 +223,30 @@ def _recorded_lengths(graph: Model) -> dict[str, int]:
 
 
 def _of_known_lengths(graph: Model) -> Model:
-    """Return a graph whose values have the shapes of one sample of the length of the example.
+    """Return a graph whose values have the shapes that the example of its model has.
 
-    That is the graph itself where its lengths are known. What follows from an open length, such as
-    the windows of all images of a batch, has none that names could tell, so in a copy shapes are
-    inferred again, from numbers.
+    That is the graph itself where its lengths are known. Where some cannot be told, they count as
+    1, and so do the samples, as such lengths may be those of a batch.
     """
     if all(_is_known(value.shape) for value in _values(graph)):
         return graph
     lengths = _recorded_lengths(graph)
+    sized, is_complete = _sized(graph, lengths)
+    if is_complete:
+        return sized
+    firsts = [value.shape[0] for value in graph.graph.inputs if value.shape]
+    batches = {str(dim.value) for dim in firsts if not isinstance(dim, int)}
+    one_sample = {n: v for n, v in lengths.items() if n not in batches}
+    return _sized(graph, one_sample)[0]
+
+
+def _sized(graph: Model, lengths: Mapping[str, int]) -> tuple[Model, bool]:
+    """Return a copy whose values have lengths that are numbers, and whether all could be told.
+
+    What follows from an open length, such as the windows of all images of a batch, has none that
+    names could tell, so shapes are inferred again, from numbers.
+    """
+    is_complete = True
     noted = {value.name: value.shape for value in _values(graph)}
     sized = graph.clone()
     inputs = list(sized.graph.inputs)
@@ -248,9 +269,10 @@ def _of_known_lengths(graph: Model) -> Model:
                 continue
             if is_last or not any("unk__" in str(dim) for dim in shape):
                 value.shape = onnx_ir.Shape(_numbers(shape, lengths))
+                is_complete = is_complete and _are_known(shape, lengths)
         if not is_last and not all(_is_known(v.shape) for v in _values(sized)):
             infer_shapes(sized)
-    return sized
+    return sized, is_complete
 
 
 def _values(graph: Model) -> list[Value]:
@@ -260,6 +282,14 @@ def _values(graph: Model) -> list[Value]:
 
 def _is_known(shape: Sequence[object] | None) -> bool:
     return shape is not None and all(isinstance(dim, int) for dim in shape)
+
+
+def _are_known(shape: Iterable[Any], lengths: Mapping[str, int]) -> bool:
+    """Return True if each length of a shape is a number, or a product of known names."""
+    names_of_dims = (
+        str(dim.value).split("*") for dim in shape if not isinstance(dim, int)
+    )
+    return all(name in lengths for dims in names_of_dims for name in dims)
 
 
 def _numbers(shape: Iterable[Any], lengths: Mapping[str, int]) -> list[int]:

@@ -62,6 +62,7 @@ from torchq.onnx.torch_exporters import (
 )
 from torchq.onnx.traced_calls import check_calls, noted_holders
 from torchq.runtime import RUNTIMES, Runtime, check_planned, planned_runtime, runtime_of
+from torchq.swap import plan_of
 from torchq.swap.even_channels import as_in_files
 from torchq.utils import (
     bullets,
@@ -239,7 +240,9 @@ def export_onnx(
         broken_rules = _shape_for(runtime, graph)
         next_stage()
         write_record(graph, target=None if runtime is None else runtime.name)
-        if recorded := example_lengths(graph, graph.meta["feeds"]()):
+        work = plan_of(model).work
+        rows = 1 if work is None else work.rows
+        if recorded := example_lengths(graph, graph.meta["feeds"](), rows):
             write_record(graph, **{EXAMPLE_LENGTHS: recorded})
         size = save_model(graph, path)
     exporter = "dynamo" if modern else "torchscript"

@@ -493,7 +493,7 @@ class Plan:
         check       left out where it is empty
         timing      left out where it is empty
         settings    those of the target that are others than its usual ones; left out without any
-        work        ``measured``, ``amounts`` and ``classes`` of what each module computes, or None
+        work        what each module computes, as :class:`torchq.swap.share.Work` has it, or None
         ==========  ==============================================================================
 
         The other entries are the attributes of a plan.
@@ -772,5 +772,7 @@ def _problems_of_work(work: Work) -> Iterator[tuple[str, object, str]]:
     for path, amount in work.amounts.items():
         if not 0 <= amount < float("inf"):
             yield f"work.amounts[{path!r}]", amount, "a number >= 0"
+    if work.rows < 1:
+        yield "work.rows", work.rows, "a whole number >= 1"
     if set(work.amounts) != set(work.classes):
         yield "work", sorted(work.classes), "a class for each amount"

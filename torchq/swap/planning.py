@@ -341,7 +341,7 @@ def _decided(
         rules,
         tuple(_in_float(draft, reasons) for draft in drafts),
         operators,
-        work_of(model, products, _work_of_calls(model, recorded)),
+        work_of(model, products, _work_of_calls(model, recorded), example),
     )
 
 

@@ -69,12 +69,15 @@ class Work:
         classes: path of each of them -> the name of its class.
         calls: path of a module that calls functions with weights -> the place of each call in its
             code -> the part of its amount.
+        rows: samples of the run, which some of the work, as on a table of positions, does not grow
+            with.
     """
 
     measured: bool
     amounts: Mapping[str, float]
     classes: Mapping[str, str]
     calls: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    rows: int = 1
 
     def share(self, parts: Iterable[Part], chosen: Set[str]) -> Share | None:
         """Return how much of some parts is quantized; None where there is none to quantize.
@@ -106,11 +109,14 @@ def work_of(
     model: nn.Module,
     products: Mapping[str, float] | None,
     calls: Mapping[str, Mapping[str, float]],
+    example: object,
 ) -> Work:
     """Return the multiply-adds that a run showed; the sizes of weights without one."""
     amounts = dict(_weights(model)) if products is None else dict(products)
     classes = {name: type(model.get_submodule(name)).__name__ for name in amounts}
-    return Work(products is not None, amounts, classes, calls)
+    lengths = (tensor.shape[0] for tensor in tensors_in(example) if tensor.dim())
+    rows = max(next(lengths, 1), 1)
+    return Work(products is not None, amounts, classes, calls, rows)
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, float]]:
