@@ -116,7 +116,7 @@ def attention() -> Any:
     parts = [w.node("MatMul", y, w.random(8, 8)) for _ in range(3)]
     heads = {"q_num_heads": 2, "kv_num_heads": 2}
     size = w.node("Slice", w.node("Shape", y), w.constant([0]), w.constant([1]))
-    lengths = w.node("Expand", w.constant([25]), size)
+    lengths = w.node("Expand", w.constant([20]), size)
     y = w.node("Attention", *parts, "", "", "", lengths, **heads)
     return w.model(w.node("MatMul", y, w.random(8, 4)))
 

@@ -205,3 +205,32 @@ def test_export_and_deploy_see_the_operators(tmp_path: Path) -> None:
     with torch.no_grad():
         difference = torchq.deploy(model, x, target="torch")(x) - model(x)
     assert difference.norm() < 0.05 * model(x).norm()
+
+
+class Masked(nn.Module):
+    """Adds a mask of infinities to scores, and something finite to what they give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv1d(3, 3, 1), nn.Conv1d(3, 3, 1)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        x = self.first(x)
+        is_read = torch.arange(8) < lengths.reshape(-1, 1, 1)
+        mask = torch.where(is_read, 0.0, -torch.inf)
+        return self.second(torch.softmax(x + mask, -1) + x)
+
+
+@pytest.mark.parametrize("is_graph", [False, True])
+def test_sums_with_masks_of_infinity_stay_float(is_graph: bool) -> None:
+    """Their ranges have no end, so that a calibration would fail."""
+    model: nn.Module = Masked().eval()
+    model = fx.symbolic_trace(model) if is_graph else model
+    x = torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(0))
+    batch = {"x": x, "lengths": torch.tensor([8, 3, 5, 1])}
+    report = torchq.quantize_(model, target="onnxruntime", example=batch)
+    names = [name for name, _ in model.named_children()]
+    assert [name for name in names if name.startswith("quant_")] == ["quant_add"]
+    assert "an operand holds infinity" in str(report)
+    assert "forward" not in vars(model)
+    torchq.calibrate(model, [batch], progress=False)

@@ -28,6 +28,7 @@ from torchq.graph import (
     tensors_in,
     version_of,
 )
+from torchq.nn.calls.graphs import noting_ranges
 from torchq.nn.calls.modules import recording_operators, rewritten
 from torchq.nn.calls.overwrites import Overwrites
 from torchq.nn.calls.routes import (
@@ -356,7 +357,11 @@ def find_calls(
     ]
     overwrites = Overwrites()
     call = prepared_call(model, example)
-    with untouched(model), recording_operators(modules, overwrites) as routes:
+    with (
+        untouched(model),
+        recording_operators(modules, overwrites) as routes,
+        noting_ranges(modules) as without_ranges_in_graphs,
+    ):
         recorder = _Recorder(model, routes, overwrites, operations)
         with recorder.watching(model), recorder:
             call()
@@ -373,6 +378,7 @@ def find_calls(
     without_ranges = {
         (key, name) for key, route in routes.items() for name in route.without_ranges
     }
+    without_ranges |= without_ranges_in_graphs
     overwritten = {(owners.get(key, key), name) for key, name in overwrites.read_again}
     return Seen(
         recorder.found,

@@ -305,9 +305,10 @@ def _clip(node: NodeContext) -> Value:
 def _dropout(node: NodeContext) -> list[Value]:
     training = node.input(2)
     ratio = float(node.attr("ratio", 0.5))  # an attribute up to opset 11
-    if node.input(1) is not None:
+    trains = training is not None and bool(node.known(2, "training mode"))
+    if node.constant(1) is not None or (trains and node.input(1) is not None):
         ratio = float(node.known(1, "ratio"))
-    if training is not None and bool(node.known(2, "training mode")) and ratio > 0:
+    if trains and ratio > 0:
         node.refuse("it drops values at random; expected inference")
     result = node.module(nn.Dropout(ratio), node.inputs[0])
     if len(node.output_names) < 2:
