@@ -44,6 +44,8 @@ from torchq.runtimes.openvino.passes import (
     unsigned_codes,
 )
 from torchq.runtimes.openvino.planning import float_results
+from torchq.runtimes.openvino.transforms import check_transforms, plain_transforms
+from torchq.runtimes.openvino.windows import widen_windows
 from torchq.swap.layers import open_branches
 from torchq.utils.optional import import_optional
 
@@ -58,6 +60,8 @@ _CODES = Codes(fitted=True, signed_factors=True, by_channel=True)
 _FILE = FileRules(
     float_types=(torch.float32, torch.float16, torch.bfloat16),
     passes=(
+        plain_transforms,
+        widen_windows,
         unsigned_codes,
         separate_joined_tokens,
         separate_pairs,
@@ -78,6 +82,7 @@ _FILE = FileRules(
             LAYERS,
         ),
         check_one_range_per_tensor,
+        check_transforms,
     ),
 )
 
