@@ -22,6 +22,8 @@ __all__ = [
     "Projection",
     "SamePadConv2d",
     "StagedNet",
+    "SumNet",
+    "TwoReaders",
     "image_batches",
     "simulated",
 ]
@@ -84,6 +86,36 @@ class ConvNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         return self.head((x + self.right(self.left(x))).mean((2, 3)))
+
+
+class SumNet(nn.Module):
+    """Two layers, a sum and a head, so that codes of both signs are there.
+
+    Input (N, 3, H, W), output (N, 5).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.second = nn.Conv2d(8, 8, 3, padding=1)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        x = x + self.second(x)
+        return self.head(x.mean((2, 3)))
+
+
+class TwoReaders(nn.Module):
+    """Two layers that read one tensor, and are added. Input (N, 3, H, W), output (N, 4, H, W)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Conv2d(3, 4, 1)
+        self.b = nn.Conv2d(3, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) + self.b(x)
 
 
 class SamePadConv2d(nn.Conv2d):

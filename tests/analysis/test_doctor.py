@@ -15,7 +15,14 @@ from torchvision import models
 from torchvision.models.resnet import BasicBlock
 
 import torchq
-from tests.models import ConvNet, Parts, StagedNet, image_batches, simulated
+from tests.models import (
+    ConvNet,
+    Parts,
+    StagedNet,
+    TwoReaders,
+    image_batches,
+    simulated,
+)
 from torchq.analysis import CHECKS, DoctorReport, Finding
 from torchq.errors import QuantizationError
 
@@ -82,18 +89,6 @@ class AttendsOutside(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.functions["eager"](self.conv(x).flatten(2))
-
-
-class TwoReaders(nn.Module):
-    """Two layers that read one tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Conv2d(3, 4, 1)
-        self.b = nn.Conv2d(3, 4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.a(x) + self.b(x)
 
 
 class Upsampling(nn.Sequential):

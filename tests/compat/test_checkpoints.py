@@ -48,6 +48,14 @@ def core_model() -> nn.Sequential:
     return model
 
 
+def assert_nearly_equal(one: nn.Module, other: nn.Module, x: Tensor) -> None:
+    """Compare two modules but for roundings.
+
+    q / (127 / amax) and q * (amax / 127) differ by one, so a sum of 27 products may by a few.
+    """
+    torch.testing.assert_close(one(x), other(x), rtol=1e-5, atol=1e-6)
+
+
 def old_state(input_amax: Tensor, weight_amax: Tensor) -> dict[str, Tensor]:
     """As the original saved it."""
     ranges = {
@@ -74,14 +82,7 @@ def test_old_keys_load_strictly_in_both(
         assert model[0].input_quantizer.amax.equal(input_amax)
         assert model[0].weight_quantizer.amax.equal(weight_amax)
     x = torch.randn(2, 3, 4, 4)
-    # q / (127 / amax) and q * (amax / 127) differ by a rounding, so a sum of 27 products may
-    # differ by a few.
-    torch.testing.assert_close(
-        legacy(x),
-        core(x),
-        rtol=1e-5,
-        atol=1e-6,
-    )
+    assert_nearly_equal(legacy, core, x)
     assert list(state) == list(old_state(input_amax, weight_amax))
 
 
@@ -102,12 +103,7 @@ def test_checkpoints_of_networks_with_average_pools_load_by_the_shortest_way() -
     assert model.load_state_dict(legacy.state_dict(), strict=True) == ([], [])
     assert model[2].input_quantizer.amax == model[3].input_quantizer.amax == 2.0
     x = torch.tensor([[[[0.3, -1.7]]]])  # no tie between two codes
-    torch.testing.assert_close(
-        legacy[2](x),
-        model[2](x),
-        rtol=1e-5,
-        atol=1e-6,
-    )
+    assert_nearly_equal(legacy[2], model[2], x)
 
 
 def test_core_checkpoints_load_in_legacy_modules() -> None:
@@ -123,12 +119,7 @@ def test_core_checkpoints_load_in_legacy_modules() -> None:
     legacy = legacy_model()
     legacy.load_state_dict(core.state_dict(), strict=True)
     x = torch.randn(2, 3, 4, 4)
-    torch.testing.assert_close(
-        legacy(x),
-        core(x),
-        rtol=1e-5,
-        atol=1e-6,
-    )
+    assert_nearly_equal(legacy, core, x)
     fresh = legacy_model()
     fresh.load_state_dict(uncalibrated, strict=True)
     assert fresh[0].input_quantizer.amax is None

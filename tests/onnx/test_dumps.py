@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import torchq
+from tests.models import SumNet
 from tests.onnx.exported import calibrated
 from torchq.errors import ConfigError, ExportError
 
@@ -21,26 +22,11 @@ ort = pytest.importorskip("onnxruntime")
 X = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))
 
 
-class Net(nn.Module):
-    """Two layers, a sum and a head, so that codes of both signs are there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(3, 8, 3, padding=1)
-        self.second = nn.Conv2d(8, 8, 3, padding=1)
-        self.head = nn.Linear(8, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x).relu()
-        x = x + self.second(x)
-        return self.head(x.mean((2, 3)))
-
-
 @pytest.fixture(scope="module")
 def dumped(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path, Any]:
     """A model, its file, and what a session of the file computes for each pair."""
     torch.manual_seed(0)
-    model = calibrated(Net(), X, target="onnxruntime", example=X)
+    model = calibrated(SumNet(), X, target="onnxruntime", example=X)
     path = tmp_path_factory.mktemp("dumps") / "model.onnx"
     torchq.export_onnx(model, X, path, target="onnxruntime", dynamo=False)
     return model, path, session_dump(path, "QuantizeLinear")
@@ -109,7 +95,9 @@ def test_tensors_have_the_names_of_a_file(
 ) -> None:
     model, path, _ = dumped
     convolutions = session_dump(path, "Conv")
-    with pytest.raises(ExportError, match=r"expected tensors of \w*Net, .*pass file="):
+    with pytest.raises(
+        ExportError, match=r"expected tensors of \w*SumNet, .*pass file="
+    ):
         torchq.verify_dump(model, convolutions, X)
     report = torchq.verify_dump(model, convolutions, X, file=path)
     assert report.ok
@@ -176,8 +164,8 @@ def test_a_dump_that_is_none_is_one_named_error(
         torchq.verify_dump(model, {}, X)
     with pytest.raises(ConfigError, match="layout='CHW'; expected 'NCHW' or 'NHWC'"):
         torchq.verify_dump(model, {}, X, layout="CHW")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="Net has no quantizer of an activation"):
-        torchq.verify_dump(Net(), {}, X)
+    with pytest.raises(ConfigError, match="SumNet has no quantizer of an activation"):
+        torchq.verify_dump(SumNet(), {}, X)
     with pytest.raises(ConfigError, match=r"expected a name that ends in \.npz"):
         torchq.expected_codes(model, [X], tmp_path / "codes.bin")
 
@@ -187,7 +175,7 @@ def test_openvino_computes_the_codes_too(tmp_path: Path) -> None:
     openvino = pytest.importorskip("openvino")
     torch.manual_seed(0)
     config = torchq.recipes.int8(reduce_range=True)
-    model = calibrated(Net(), X, config=config, target="openvino", example=X)
+    model = calibrated(SumNet(), X, config=config, target="openvino", example=X)
     path = tmp_path / "model.onnx"
     torchq.export_onnx(model, X, path, target="openvino", dynamo=False)
     graph = onnx.load(path).graph
@@ -221,7 +209,7 @@ def test_an_empty_batch_and_two_names_that_files_write_alike(
 def test_what_has_no_integer_codes_and_bounds_that_are_none_are_refused(
     dumped: tuple[nn.Module, Path, Any], tmp_path: Path
 ) -> None:
-    floats = calibrated(Net(), X, config=torchq.recipes.fp8())
+    floats = calibrated(SumNet(), X, config=torchq.recipes.fp8())
     with pytest.raises(
         ConfigError, match=r"first\.input_quantizer: has the format e4m3"
     ):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
+from tests.models import SumNet
 from tests.onnx.exported import calibrated
 from torchq.errors import ConfigError
 from torchq.nn.correction import corrected_layers
@@ -28,21 +29,6 @@ onnx_ir = pytest.importorskip("onnx_ir")
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 Damage = Callable[[Any, dict[str, Any]], None]
-
-
-class Net(nn.Module):
-    """Two layers, a sum and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(3, 8, 3, padding=1)
-        self.second = nn.Conv2d(8, 8, 3, padding=1)
-        self.head = nn.Linear(8, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x).relu()
-        x = x + self.second(x)
-        return self.head(x.mean((2, 3)))
 
 
 def unchanged(graph: Any, stored: dict[str, Any]) -> None:
@@ -73,7 +59,7 @@ def change(tensor: Any, function: Callable[[Any], Any]) -> None:
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
     torch.manual_seed(0)
-    model = calibrated(Net().eval(), X, target="qnn", example=X)
+    model = calibrated(SumNet().eval(), X, target="qnn", example=X)
     path = tmp_path_factory.mktemp("emulated") / "m.onnx"
     torchq.export_onnx(model, X, path, dynamo=False, progress=False)
     return model, path
@@ -152,7 +138,7 @@ def test_the_float_model_has_no_correction_of_calibration(
     model, path = exported
     model = copy.deepcopy(model)
     torch.manual_seed(0)
-    exact = Net().eval()(X)
+    exact = SumNet().eval()(X)
     assert corrected_layers(model)
     outputs = []
     torchq.verify_onnx(
@@ -227,7 +213,7 @@ def test_targets_that_cannot_run_the_file_are_refused(
     with pytest.raises(ConfigError, match=r"target='openvino' for .*, a file for qnn"):
         torchq.verify_onnx(model, path, [X], target="openvino", progress=False)
     torchq.export_onnx(
-        calibrated(Net().eval(), X),
+        calibrated(SumNet().eval(), X),
         X,
         tmp_path / "m.onnx",
         dynamo=False,

@@ -662,10 +662,8 @@ def test_layers_of_as_many_channels_compute_in_integers(path: Path) -> None:
     assert all(kernel.endswith("i8") for kernel in actual), actual
 
 
-def test_what_is_compared_runs_the_kernels_of_a_session_of_the_users(
-    path: Path,
-) -> None:
-    """Codes shown as results made the layer behind them read int8, whose kernels lose a bit."""
+def written_pooled(path: Path) -> tuple[nn.Module, Tensor]:
+    """Write two layers with a pool between them; return the model and its input."""
     torch.manual_seed(0)
     x = torch.randn(4, 3, 16, 16)
     model = nn.Sequential(
@@ -674,6 +672,14 @@ def test_what_is_compared_runs_the_kernels_of_a_session_of_the_users(
     config = torchq.recipes.int8(reduce_range=True)
     calibrated(model.eval(), x, config=config, target="openvino", example=x)
     torchq.export_onnx(model, x, path, dynamo=False, progress=False)
+    return model, x
+
+
+def test_what_is_compared_runs_the_kernels_of_a_session_of_the_users(
+    path: Path,
+) -> None:
+    """Codes shown as results made the layer behind them read int8, whose kernels lose a bit."""
+    model, x = written_pooled(path)
     report = torchq.verify_onnx(model, path, [x], progress=False)
     assert report.ok, report.table()
     assert [verdict.ok for verdict in report.verdicts] == [True, True, True]
@@ -701,14 +707,7 @@ def test_a_session_whose_results_are_far_is_compared_layer_by_layer(
     damaged: str, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Values at ties, amplified, are no fault; a layer that computes otherwise is, and is named."""
-    torch.manual_seed(0)
-    x = torch.randn(4, 3, 16, 16)
-    model = nn.Sequential(
-        nn.Conv2d(3, 16, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 8, 3)
-    )
-    config = torchq.recipes.int8(reduce_range=True)
-    calibrated(model.eval(), x, config=config, target="openvino", example=x)
-    torchq.export_onnx(model, x, path, dynamo=False, progress=False)
+    model, x = written_pooled(path)
     written = load_model(path)
     quantizers = len(quantizer_nodes(written))
     results = len(written.graph.outputs)

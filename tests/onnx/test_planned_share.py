@@ -459,6 +459,16 @@ class BesideImage(nn.Module):
         return self.head(self.joined(torch.cat([features, x], 1)).relu()).mean((2, 3))
 
 
+def written_whole_on_integers(model: nn.Module, x: Tensor, path: Path) -> nn.Module:
+    """Quantize a model and write its file, with all work on integers as planned."""
+    model = calibrated(model, [x], "onnxruntime")
+    report = torchq.export_onnx(model, x, path, dynamo=False, progress=False)
+    share = plan_of(model).share
+    assert share is not None
+    assert share.quantized == report.coverage.share == 1.0
+    return model
+
+
 @pytest.mark.parametrize("factor", [1.0, 2.5], ids=["two ranges", "equal ranges"])
 def test_a_layer_whose_result_is_joined_with_the_image(
     factor: float, tmp_path: Path
@@ -466,14 +476,8 @@ def test_a_layer_whose_result_is_joined_with_the_image(
     """The zero point of the image is 0 by its numbers, which planning does not know."""
     torch.manual_seed(0)
     x = torch.rand(4, 3, 64, 64)
-    model = BesideImage(factor).eval()
-    torchq.quantize_(model, target="onnxruntime", example=x, progress=False)
-    torchq.calibrate(model, [x], progress=False)
     path = tmp_path / "net.onnx"
-    report = torchq.export_onnx(model, x, path, dynamo=False, progress=False)
-    share = plan_of(model).share
-    assert share is not None
-    assert share.quantized == report.coverage.share == 1.0
+    model = written_whole_on_integers(BesideImage(factor), x, path)
     verified = torchq.verify_onnx(model, path, [x], progress=False)
     assert verified.ok, verified
     assert sum(layer.differ for layer in verified.layers) == 0
@@ -509,14 +513,8 @@ def test_a_layer_whose_result_is_scaled_runs_on_integers(
 ) -> None:
     torch.manual_seed(0)
     x = torch.rand(4, 3, 16, 16)
-    model = Scaled(kind).eval()
-    torchq.quantize_(model, target="onnxruntime", example=x, progress=False)
-    torchq.calibrate(model, [x], progress=False)
     path = tmp_path / "net.onnx"
-    report = torchq.export_onnx(model, x, path, dynamo=False, progress=False)
-    share = plan_of(model).share
-    assert share is not None
-    assert share.quantized == report.coverage.share == 1.0
+    model = written_whole_on_integers(Scaled(kind), x, path)
     found = torchq.inspect_onnx(path)
     assert "3 QLinearConv" in str(found)
     assert torchq.verify_onnx(model, path, [x], progress=False).ok

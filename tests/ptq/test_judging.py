@@ -67,6 +67,7 @@ def test_outputs_are_compared_on_batches_that_nothing_is_fitted_to(
     assert report.outputs.batches == max(1, count - learned)
     assert report.outputs.gain > 0 and not is_as_before(model, before)
     assert ("that no weight was fitted to" in str(report)) == (learned < count)
+    assert "stays as it was" not in str(report)
     judged = torch.cat(batches[learned:] or batches[-1:])
     with torch.no_grad():
         exact = network()(judged)

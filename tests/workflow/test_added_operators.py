@@ -134,6 +134,44 @@ def test_a_network_that_loses_nothing_is_left_alone(
     assert plans[0].outcome() == plans[1].outcome() and plans[0].modes == plans[1].modes
 
 
+def test_a_function_that_takes_a_batch_apart_ranks_the_same() -> None:
+    direct, model = quantized(Spectrum()), quantized(Spectrum())
+    expected = calibrated(direct).operators
+    report = torchq.calibrate(
+        model,
+        [{"sound": x, "label": n} for n, x in enumerate(sounds())],
+        forward=lambda module, batch: module(batch["sound"]),
+        progress=False,
+    )
+    assert report.operators.noise == expected.noise
+    assert report.operators.left_float == expected.left_float != ()
+
+
+def test_batches_of_which_one_tensor_is_alike_are_ranked_apart() -> None:
+    class Shifted(Spectrum):
+        def forward(self, x: Tensor, shifts: Tensor) -> Tensor:
+            return super().forward(x + shifts.mean(2, keepdim=True))
+
+    batches = [(x[:2], torch.zeros(2, 1, n + 3)) for n, x in enumerate(sounds())]
+    model = Shifted()
+    torchq.quantize_(model, target="onnxruntime", example=batches[0], progress=False)
+    report = torchq.calibrate(model, batches, progress=False)
+    assert report.operators.left_float and report.operators.outputs.batches == 3
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [
+        (0.0, "nowhere near"),
+        (1e-3, "30.0 dB below"),
+        (0.5, "3.0 dB below"),
+        (4.0, "6.0 dB above"),
+    ],
+)
+def test_noise_is_said_in_decibels(share: float, text: str) -> None:
+    assert added_operators.decibels(share) == text
+
+
 def test_the_choice_is_saved_and_loaded(tmp_path) -> None:
     model = quantized(Spectrum())
     calibrated(model)
@@ -282,6 +320,27 @@ def jackknifed_error(noise: Tensor) -> float:
     mean = sum(gains) / len(gains)
     squares = sum((gain - mean) ** 2 for gain in gains)
     return math.sqrt(squares * (len(gains) - 1) / len(gains))
+
+
+@pytest.mark.parametrize(
+    ("layers", "noise", "worst"),
+    [
+        # Of answers .4 % more may change: that is (.1 + .004)**2 - .01 = 8.16e-4 beside layers.
+        (1e-2, {"a": 1e-7, "b": 5e-3, "c": 1e-2}, ("c", "b")),
+        (1e-2, {"a": 1e-2, "b": 4e-4, "c": 4.1e-4}, ("a",)),
+        (1e-2, {"a": 1e-2, "b": 4e-4, "c": 4.2e-4}, ("a", "c")),
+        (1e-2, {"a": 8.1e-4}, ()),
+        # No answer notices what is 40 dB below the outputs.
+        (5e-6, {"a": 9e-5}, ()),
+        (1.5e-5, {"a": 9e-5}, ("a",)),
+        (0.0, {}, ()),
+    ],
+)
+def test_the_fewest_operators_without_which_layers_make_the_noise(
+    layers: float, noise: dict[str, float], worst: tuple[str, ...]
+) -> None:
+    choice = added_operators.OperatorChoice(noise, layers)
+    assert added_operators.worst_operators(choice) == worst
 
 
 def test_the_error_of_a_gain_is_that_of_leaving_samples_out() -> None:

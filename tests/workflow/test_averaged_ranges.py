@@ -119,6 +119,23 @@ def test_worse_outputs_bring_the_whole_ranges_back(
     assert torch.equal(model.head.input_quantizer.amax, whole.head.input_quantizer.amax)
 
 
+@pytest.mark.parametrize(("sizes", "tried"), [((3, 4), 0), ((3, 5), 1)])
+def test_the_average_of_fewer_than_eight_samples_is_not_tried(
+    sizes: tuple[int, int], tried: int
+) -> None:
+    batches = [samples(seed, size) for seed, size in zip((3, 4), sizes, strict=True)]
+    assert calibrated(quantized(0.0), batches).averages.tried == tried
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [(("a",), "1 range is averaged"), (("a", "b"), "2 ranges are averaged"), ((), "")],
+)
+def test_the_line_counts_the_ranges(names: tuple[str, ...], text: str) -> None:
+    line = averaged_ranges.RangeChoice(names).line
+    assert line.startswith(text) and bool(line) == bool(names)
+
+
 @pytest.mark.parametrize(
     "options", [{"method": "max"}, {"method": "mse"}, {"correct": False}]
 )

@@ -1,6 +1,7 @@
 """Channels that depthwise layers read are brought to one size; files have that in front."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,7 @@ def test_layers_that_cannot_have_factors_have_none() -> None:
         (ruled("1.2"), ["2.2"]),
         (ruled("1.0"), DEPTHWISE),
         (ruled("1.0", input=None, weight=None), ["2.2"]),
+        (ruled("1.0", weight=None), ["2.2"]),
         # One scale for the whole weight of the layer in front, which takes no factor by channel.
         (ruled("1.0", weight=INPUT), ["2.2"]),
         # One scale for the weights of all layers but those in front.
@@ -260,13 +262,47 @@ def test_layers_have_factors_where_their_quantizers_can_hold_them(
     assert list(calibrated(network(), recipe=recipe).even.layers) == layers
 
 
-def test_a_quantized_result_in_front_takes_no_factors() -> None:
-    model: Any = network()
-    torchq.quantize_(model, RECIPE, progress=False)
+def quantize_result(model: Any) -> None:
     model[1][0].quantize_output_(INPUT)
+
+
+def share_quantizer(model: Any) -> None:
+    """Let the last layer of the block round by the quantizer of the depthwise one."""
+    model[1][3].input_quantizer = model[1][2].input_quantizer
+
+
+def leave_weight_in_float(model: Any) -> None:
+    model[1][0].weight_quantizer.mode = "off"
+
+
+def delegate_weight(model: Any) -> None:
+    """Let a function quantize the weight in front, which may compute anything."""
+    model[1][0].weight_quantizer.delegate = lambda x, _: x
+
+
+@pytest.mark.parametrize(
+    "change",
+    [quantize_result, share_quantizer, leave_weight_in_float, delegate_weight],
+)
+def test_quantizers_that_are_changed_may_take_no_factors(
+    change: Callable[[Any], None],
+) -> None:
+    model = network()
+    torchq.quantize_(model, RECIPE, progress=False)
+    change(model)
     report = torchq.calibrate(model, batches(), progress=False)
     assert list(report.even.layers) == ["2.2"]
     assert "1 depthwise layer reads channels of one size" in str(report)
+
+
+def test_outputs_that_nobody_can_tell_from_float_are_left_alone() -> None:
+    wide = INPUT.replace(num_bits=16)
+    recipe = ruled("type:Conv2d", input=wide, weight=WEIGHT.replace(num_bits=16))
+    last = Rule("type:Linear", input=wide, weight=WEIGHT.replace(num_bits=16))
+    model = network()
+    report = calibrated(model, recipe=recipe.with_rules(last))
+    assert report.even.tried == 0 and not report.even.layers
+    assert all(q.pre_quant_scale is None for q in quantizers(model).values())
 
 
 def test_a_range_that_ends_where_it_is_clipped_takes_factors() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,49 @@ def test_factors_that_bring_little_at_the_output_are_dropped() -> None:
     assert model.query.weight_quantizer.pre_quant_scale is None
 
 
+def delegate_weight(model: Any) -> None:
+    """Let a function quantize a weight, which may compute anything."""
+    model.query.weight_quantizer.delegate = lambda x, _: x
+
+
+def compute_weight(model: Any) -> None:
+    """Compute a weight in each forward, as spectral_norm and its like do."""
+    nn.utils.parametrizations.weight_norm(model.query)
+
+
+@pytest.mark.parametrize("change", [delegate_weight, compute_weight])
+def test_layers_whose_weights_are_made_otherwise_have_no_factors(
+    change: Callable[[Any], None],
+) -> None:
+    model = quantized()
+    change(model)
+    report = calibrated(model)
+    assert "query" not in report.factors.layers and "head" in report.factors.layers
+    assert model.query.input_quantizer.pre_quant_scale is None
+
+
+def test_a_rule_for_all_modules_names_no_layer() -> None:
+    descriptor = torchq.QuantDescriptor()
+    rule = Rule("*", input=descriptor, weight=descriptor.replace(axis=0))
+    model = quantized(config=torchq.QuantConfig((rule,)))
+    assert {"query", "head"} <= set(calibrated(model).factors.layers)
+
+
+def test_convolutions_beside_linear_layers_are_left_alone() -> None:
+    class Patches(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.patches = nn.Conv1d(1, 1, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.patches(x.unsqueeze(1)).squeeze(1))
+
+    model = Patches().eval()
+    torchq.quantize_(model, example=rows()[0], progress=False)
+    report = calibrated(model)
+    assert "query" in report.factors.layers and "patches" not in report.factors.layers
+
+
 def test_layers_that_share_a_quantizer_with_another_have_no_factors() -> None:
     model = quantized()
     model.head.input_quantizer = model.query.input_quantizer
@@ -194,12 +238,15 @@ def test_a_model_without_multiplications_is_not_tried() -> None:
     assert report.ranges and report.factors.tried == 0
 
 
-@pytest.mark.parametrize("of", ["call", "inputs", "weights", "columns", "fixed"])
+@pytest.mark.parametrize(
+    "of", ["call", "inputs", "weights", "columns", "fixed", "floats"]
+)
 def test_other_ranges_than_those_of_ends_leave_channels_alone(of: str) -> None:
     """Neither the ends of channels nor the weights by rows tell such ranges."""
     descriptor = torchq.QuantDescriptor()
     by = {
         "columns": {"weight": descriptor.replace(axis=1)},
+        "floats": {"input": torchq.QuantDescriptor((4, 3))},
         "fixed": {"input": descriptor.replace(amax=300.0)},
         "inputs": {"input": descriptor.replace(calib_method="mse")},
         "weights": {"weight": descriptor.replace(axis=0, calib_method="activation")},

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchq
-from tests.models import simulated
+from tests.models import TwoReaders, simulated
 from torchq import QuantDescriptor, TensorQuantizer
 from torchq.swap import plan_of
 
@@ -30,22 +30,12 @@ class PooledTwice(nn.Module):
         return torch.cat([x, pooled, pooled, pooled.relu()], 1)
 
 
-class Sum(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Conv2d(3, 4, 1)
-        self.b = nn.Conv2d(3, 4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.a(x) + self.b(x)
-
-
 class TwoPlaces(nn.Module):
     """A network that stands in two places."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = Sum()
+        self.net = TwoReaders()
         self.again = self.net
 
     def forward(self, x: Tensor) -> Tensor:
@@ -54,7 +44,7 @@ class TwoPlaces(nn.Module):
 
 OWNERS: dict[Callable[[], nn.Module], str] = {
     PooledTwice: "quant_cat",
-    Sum: "quant_add",
+    TwoReaders: "quant_add",
     TwoPlaces: "net.quant_add",
 }
 
