@@ -280,10 +280,26 @@ def delegate_weight(model: Any) -> None:
     model[1][0].weight_quantizer.delegate = lambda x, _: x
 
 
-@pytest.mark.parametrize(
-    "change",
-    [quantize_result, share_quantizer, leave_weight_in_float, delegate_weight],
-)
+def delegate_of_depthwise(model: Any) -> None:
+    model[1][2].input_quantizer.delegate = lambda x, _: x
+
+
+def compute_depthwise_weight(model: Any) -> None:
+    """Compute a weight in each forward, as spectral_norm and its like do."""
+    nn.utils.parametrizations.weight_norm(model[1][2])
+
+
+CHANGES = [
+    quantize_result,
+    share_quantizer,
+    leave_weight_in_float,
+    delegate_weight,
+    delegate_of_depthwise,
+    compute_depthwise_weight,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_quantizers_that_are_changed_may_take_no_factors(
     change: Callable[[Any], None],
 ) -> None:
