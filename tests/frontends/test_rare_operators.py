@@ -204,6 +204,62 @@ def test_reductions_of_what_is_written(operator: str, reduction: str) -> None:
     assert_agrees(w.model(w.node(operator, *parts, reduction=reduction)), {"x": x})
 
 
+#: An operator, its opset, the sizes of what it reads, and its attributes; a number is an input of
+#: one whole number, and None one that is left out.
+OPERATORS: list[tuple[str, int, list[Any], dict[str, Any]]] = [
+    *(("Hardmax", o, [[2, 3, 4]], a) for o in (11, 13) for a in ({}, {"axis": 1})),
+    *(("LpNormalization", 17, [[2, 3, 4]], {"p": p, "axis": 1}) for p in (1, 2)),
+    *(("GlobalLpPool", 17, [[2, 3, 4, 5]], {"p": p}) for p in (1, 2, 3)),
+    *(("EyeLike", 17, [[3, 4]], {"k": k}) for k in (-2, 0, 1)),
+    *(("Shrink", 17, [[40]], a) for a in ({}, {"lambd": 1.0, "bias": -0.5})),
+    *(("Selu", 17, [[40]], a) for a in ({}, {"alpha": 2.0, "gamma": 3.0})),
+    ("Det", 17, [[2, 3, 3, 3]], {}),
+    *(
+        ("CumSum", 17, [[3, 4], 1], {"exclusive": e, "reverse": r})
+        for e in (0, 1)
+        for r in (0, 1)
+    ),
+    *(
+        ("LpPool", o, [[2, 3, 7, 8]], {"kernel_shape": [3, 2], **a})
+        for o, a in (
+            (11, {"auto_pad": "SAME_LOWER", "strides": [2, 1]}),
+            (11, {"pads": [1, 0, 2, 1], "p": 3}),
+            (18, {"ceil_mode": 1, "strides": [2, 3]}),
+            (18, {"dilations": [2, 1], "p": 1}),
+        )
+    ),
+    *(
+        ("DeformConv", 19, [[2, 4, 8, 9], [6, 4 // g, 3, 3], [2, 18 * n, h, w]], a)
+        for g, n, h, w, a in (
+            (2, 1, 6, 7, {"group": 2}),
+            (1, 2, 8, 9, {"offset_group": 2, "pads": [1, 1, 1, 1]}),
+            (1, 1, 3, 4, {"strides": [2, 2]}),
+            (1, 1, 4, 7, {"dilations": [2, 1]}),
+        )
+    ),
+    *(("DFT", 17, [[2, 8, 6, 1]], {"axis": 1, "onesided": o}) for o in (0, 1)),
+    *(("DFT", 20, [[2, 8, 6, p], None, 1], {"inverse": p - 1}) for p in (1, 2)),
+    *(("STFT", 17, [[2, 40, 1], 8, [16]], {"onesided": o}) for o in (0, 1)),
+    ("STFT", 17, [[2, 40, 1], 8, None, 16], {}),
+]
+
+
+@pytest.mark.parametrize("case", OPERATORS, ids=str)
+def test_single_operators(case: Any) -> None:
+    op_type, opset, sizes, options = case
+    generator = torch.Generator().manual_seed(6)
+    w = Writer(opset)
+    feeds = {}
+    names = []
+    for number, part in enumerate(sizes):
+        if isinstance(part, list):
+            feeds[f"x{number}"] = torch.randn(part, generator=generator)
+            names.append(w.input(f"x{number}", part))
+        else:
+            names.append("" if part is None else w.constant(part))
+    assert_agrees(w.model(w.node(op_type, *names, **options)), feeds)
+
+
 def test_an_unpooling_to_another_shape_is_refused() -> None:
     w = Writer(18)
     x, places = w.input("x", [1, 1, 2, 2]), w.constant([[[[5, 7], [13, 15]]]])
