@@ -629,6 +629,30 @@ def test_a_sum_that_is_read_in_float_stays_float_for_openvino() -> None:
     assert sums == {"quant_add": "", "quant_add_1": wrong}
 
 
+class PooledSum(nn.Module):
+    """A pool that a sum reads, behind which a norm stands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.side = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 3, 2, 1)
+        self.pool, self.norm = nn.AvgPool2d(2), nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return self.norm((self.pool(y) + self.side(y)).permute(0, 2, 3, 1))
+
+
+def test_a_pool_in_front_of_a_sum_that_stays_float_is_read_in_float_for_openvino() -> (
+    None
+):
+    report = torchq.plan(PooledSum().eval(), target="openvino", example=SMALL)
+    reasons = {d.name: d.reason for d in report.decisions}
+    wrong = "openvino computes wrong numbers where it is read in float"
+    assert reasons["quant_add"] == wrong
+    assert reasons["pool"] == wrong
+    assert reasons["side"] == ""
+
+
 class Tokens(nn.Module):
     """A stored token in front of those of an image, as vision transformers have it."""
 

@@ -32,9 +32,18 @@ def float_results(plan: Plan, facts: Facts) -> Plan:
     quantizers read, at once or behind activations, norms that may be folded and moves; and
     concatenations with stored numbers, such as a class token that is joined with a batch of open
     length, stay float. A module whose rule is its path is left alone.
+
+    What stays float reads in float, so operators in front of it are judged again.
     """
     if facts.flow is None:
         return plan
+    while reasons := _reasons(plan, facts):
+        plan = plan.in_float(reasons, "float results")
+    return plan
+
+
+def _reasons(plan: Plan, facts: Facts) -> dict[str, str]:
+    """Return why modules are to stay float, by path, as far as the plan itself shows."""
     view = View(plan, facts)
     reasons: dict[str, str] = {}
     for call in filter(view.is_quantized, view.flow.calls):
@@ -54,9 +63,7 @@ def float_results(plan: Plan, facts: Facts) -> Plan:
                 f"{plan.target} computes wrong numbers where stored ones are joined"
             )
     movable = {d.name for d in plan.replaced if d.by not in d.names}
-    return plan.in_float(
-        {p: why for p, why in reasons.items() if p in movable}, "float results"
-    )
+    return {path: why for path, why in reasons.items() if path in movable}
 
 
 def _kind(call: Call) -> str:
