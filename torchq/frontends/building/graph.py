@@ -47,8 +47,15 @@ class Ints:
     dtype: torch.dtype = torch.int64
 
 
+@dataclass(frozen=True, eq=False)
+class Items:
+    """A sequence of tensors, whose number is known."""
+
+    values: tuple["Value", ...]
+
+
 #: A node computes a tensor in every call. None is an optional input or output that is left out.
-Value = Union[fx.Node, Constant, Ints, None]
+Value = Union[fx.Node, Constant, Ints, Items, None]
 
 
 @one_call
@@ -416,7 +423,8 @@ class FileNode(Attributes):
             return value
         if isinstance(value, Constant):
             return self.builder.stored(value)
-        assert isinstance(value, Ints)
+        if not isinstance(value, Ints):
+            self.refuse("it reads a sequence; expected a tensor")
         arguments: tuple[Any, ...] = (list(value.items), value.scalar)
         if value.dtype is not torch.int64:
             arguments = (*arguments, value.dtype)
@@ -462,7 +470,7 @@ class FileNode(Attributes):
         return Constant(result)
 
     def _as_arguments(self, arguments: object) -> Any:
-        constant_types = (Constant, Ints)
+        constant_types = (Constant, Ints, Items)
         return _nested(
             arguments, lambda v: self.tensor(v) if isinstance(v, constant_types) else v
         )
@@ -480,4 +488,4 @@ def _nested(arguments: object, function: Callable[[Any], object]) -> Any:
 def _has_nodes(arguments: object) -> bool:
     nodes: list[Any] = []
     _nested(arguments, nodes.append)
-    return any(isinstance(value, (fx.Node, Ints)) for value in nodes)
+    return any(isinstance(value, (fx.Node, Ints, Items)) for value in nodes)

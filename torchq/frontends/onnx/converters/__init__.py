@@ -10,6 +10,7 @@ from torchq.frontends.onnx.converters import (  # noqa: F401
     quantization,
     recurrent,
     reductions,
+    sequences,
     signals,
     vision,
 )
