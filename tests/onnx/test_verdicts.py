@@ -141,6 +141,32 @@ def test_a_file_without_integers_is_no_file_of_a_quantized_model(
     )
 
 
+class Drawing(nn.Module):
+    """A layer in front of which a forward adds noise, in eval mode too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(x + torch.randn(x.shape))
+
+
+def test_a_model_that_draws_random_numbers_is_said_to_differ_from_itself(
+    tmp_path: Path,
+) -> None:
+    x = torch.randn(4, 8)
+    model = simulated(Drawing().eval(), [x])
+    path = tmp_path / "m.onnx"
+    torchq.export_onnx(model, x, path, progress=False)
+    report = torchq.verify_onnx(model, path, [x], progress=False)
+    assert not report.ok
+    assert report.hint.startswith(
+        "last.input_quantizer reads other values in a second run of the model"
+    )
+
+
 def test_a_file_that_holds_one_length_for_an_open_one_is_named(tmp_path: Path) -> None:
     """A Gather of the four rows of the example stands in front of the output."""
     model, path, x = plain_file(tmp_path)

@@ -80,7 +80,13 @@ from torchq.runtime import (
     runtime_of,
 )
 from torchq.swap.even_channels import as_in_files
-from torchq.utils import check_batches, evaluating, progress_bar
+from torchq.utils import (
+    check_batches,
+    evaluating,
+    progress_bar,
+    same_numbers,
+    state_kept,
+)
 from torchq.workflow import quantizers
 from torchq.workflow.changed_weights import warn_of_changed_weights
 from torchq.workflow.modes import has_wide_weights
@@ -89,6 +95,12 @@ _FEW_BITS = 4
 _BYTE = 8
 #: In codes: four roundings of float32 of a value of 255 codes. Measured in OpenVINO: 1.5e-5.
 _NEXT_TO_A_TIE = 2**-14
+#: What to do where a model differs from itself.
+_RANDOM_HINT = (
+    "{} reads other values in a second run of the model on the same batch, as where a forward "
+    "draws random numbers, so no file can be compared with it: let the forward take these numbers "
+    "as an argument"
+)
 #: What to do where a chip computes something else than its file says.
 _CHIP_HINT = (
     "the file computes what its model does, and the chip something else: write the layer in "
@@ -233,6 +245,8 @@ def _verified(
                 "verify_onnx: got no batch; expected at least one with a row to compare"
             )
         verdicts, layers = comparison.verdicts(), comparison.layers()
+        is_wrong = any(verdict.ok is False for verdict in verdicts)
+        moved = _read_otherwise(model, first) if is_wrong else ""
         agreed = tuple(output.result() for output in comparison.outputs)
         if whole:
             sizes.run(first, comparison.problem_with)
@@ -244,13 +258,36 @@ def _verified(
         outputs=agreed,
         layers=layers,
         session=shown_file.session,
-        hint=shown_file.hint,
+        hint=_RANDOM_HINT.format(moved) if moved else shown_file.hint,
         verdicts=(*verdicts, *sizes.verdicts),
         coverage=Coverage.of(written, of_file),
         size=(stored_size(written), float_size(written)),
         simulation_db=_beside_float(model, first),
         runs=comparison.runs(),
     )
+
+
+def _read_otherwise(model: nn.Module, batch: Any) -> str:
+    """Return the first quantizer that reads other values in a second run; "" where none does."""
+    known = quantizers(model)
+    first: dict[str, Tensor] = {}
+    moved: list[str] = []
+
+    def keep(name: str, _: TensorQuantizer, x: Tensor, out: Tensor) -> Tensor:
+        first[name] = x.clone()
+        return out
+
+    def compare(name: str, _: TensorQuantizer, x: Tensor, out: Tensor) -> Tensor:
+        before = first.get(name)
+        if before is None or not same_numbers(before, x):
+            moved.append(name)
+        return out
+
+    with torch.random.fork_rng(devices=[]):
+        for note in (keep, compare):
+            with state_kept(model), named_calls(model, known, note):
+                _results(model, batch)
+    return moved[0] if moved else ""
 
 
 def _beside_float(model: nn.Module, batch: Any) -> float | None:
