@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchq
-from torchq.lowering.kernel import available, saturates, scales_in_turn
+from torchq.lowering.kernel import available, saturates
 from torchq.lowering.layer import Int8Layer
 from torchq.nn.integer_kernel import kernels_off
 from torchq.runtimes.torch import OneDnnArithmetic
@@ -114,7 +114,7 @@ def a_bias_by_one(model: Any, _: pytest.MonkeyPatch) -> None:
 
 
 def factors_in_another_order(model: Any, patch: pytest.MonkeyPatch) -> None:
-    """Multiply by both factors of a float result at once where kernels do so in turn."""
+    """Multiply by both factors of a float result in turn where kernels do so at once."""
 
     def finishes(self: Any, numbers: Any) -> Callable[[Tensor], Tensor]:
         if numbers.to is not None:
@@ -123,13 +123,9 @@ def factors_in_another_order(model: Any, patch: pytest.MonkeyPatch) -> None:
         of_input = numbers.of.scale.reshape(())
         step = of_input * numbers.scale
         bias = numbers.bias if numbers.bias is not None else step * 0
-        if not scales_in_turn():
-            return lambda sums: (
-                sums.mul_(of_input)
-                .mul_(_over(numbers.scale, sums))
-                .add_(_over(bias, sums))
-            )
-        return lambda sums: sums.mul_(_over(step, sums)).add_(_over(bias, sums))
+        return lambda sums: (
+            sums.mul_(of_input).mul_(_over(numbers.scale, sums)).add_(_over(bias, sums))
+        )
 
     kept = OneDnnArithmetic.finishes
     patch.setattr(OneDnnArithmetic, "finishes", finishes)

@@ -351,7 +351,6 @@ def _bound(
     layers, bounds of values in none.
     """
     scale, bias = _scale_and_bias(weights)
-    x_scale = weights.x_scale
     out = epilogue.out
     grid = (
         (1.0, 0, torch.float32)
@@ -360,15 +359,19 @@ def _bound(
     )
     activation, arguments = epilogue.activation, epilogue.arguments
     bounds = None if adds else epilogue.bounds_in_codes()
-    if bounds is not None:
+    if bounds is None:
+        scale = scale * weights.x_scale
+    else:
         bias = None if bias is None else (bias.double() / grid[0]).float()
-        scale, x_scale = (scale.double() * x_scale / grid[0]).float(), 1.0
+        scale = (scale.double() * weights.x_scale / grid[0]).float()
         grid, activation, arguments = (
             (1.0, *grid[1:]),
             "clamp" if bounds else "none",
             bounds,
         )
-    before: Any = (x_scale, 0, packed, scale, _zeros(len(scale)))
+    # With 1 for the scale of the input. oneDNN multiplies by both in turn or at once, by its version,
+    # the processor and the sizes: where there is a matrix unit small layers do not use it.
+    before: Any = (1.0, 0, packed, scale, _zeros(len(scale)))
     behind: Any = (bias, *(params.as_lists() if params.stride else ()), *grid)
     if adds:
         run: Run = _adding(before, behind, epilogue, grid[2])
@@ -431,26 +434,3 @@ def saturates() -> bool:
         if bool((run(image) != exact).any()):
             return True
     return False
-
-
-@lru_cache
-def scales_in_turn() -> bool | None:
-    """Return True if float results are sums times the input's scale, then times the weight's.
-
-    False if both scales are multiplied first; None if neither is what the kernels return. Found by
-    computing such sums: oneDNN 3.12 multiplies in turn, 3.7 at once.
-    """
-    if not available() or saturates():
-        return None
-    # Ones, and codes of several sums.
-    x = torch.ones(16, 64, dtype=torch.uint8, device="cpu")
-    codes = torch.arange(64 * 64, device="cpu").remainder_(101).view(64, 64)
-    codes = codes.to(torch.int8)
-    scale = torch.linspace(0.001, 0.002, 64, dtype=torch.float32, device="cpu")
-    of_input = torch.tensor(0.0123, dtype=torch.float32, device="cpu")
-    weights = Int8Weights(codes, scale, None, float(of_input), 0)
-    result = Kernel(codes).bind(x.shape, weights, ConvParams(), Epilogue())(x)
-    sums = codes.sum(1).float().expand(16, -1)
-    if torch.equal(result, sums * of_input * scale):
-        return True
-    return False if torch.equal(result, sums * (of_input * scale)) else None

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torchq.functional import QParams
 from torchq.functional.kernels.tiled import tiles
 from torchq.lowering.api import lower_model
-from torchq.lowering.kernel import scales_in_turn
+from torchq.lowering.kernel import available, saturates
 from torchq.runtime import Arithmetic, LayerNumbers
 from torchq.runtimes.engine import Engine, Task
 from torchq.utils import copy_module
@@ -57,8 +57,8 @@ class Torch(Engine):
 
     @property
     def arithmetic(self) -> Arithmetic | None:
-        """See :attr:`Runtime.arithmetic`; None where kernels overflow, or are not known."""
-        return None if scales_in_turn() is None else OneDnnArithmetic()
+        """See :attr:`Runtime.arithmetic`; None where there are no kernels, or they overflow."""
+        return OneDnnArithmetic() if available() and not saturates() else None
 
     def build(self, task: Task) -> nn.Module:
         """See :meth:`Engine.build`; the task may have no example."""
@@ -80,8 +80,7 @@ class OneDnnArithmetic:
     ``acc`` is the sum of products with the codes as they are stored, zero point included, ``b`` the
     bias with what the zero point adds.
 
-    -   A float result: ``fl(fl(fl(float(acc) * sx) * sw) + b)``, or ``fl(fl(float(acc) * fl(sx *
-        sw)) + b)``; see :func:`torchq.lowering.kernel.scales_in_turn`.
+    -   A float result: ``fl(fl(float(acc) * fl(sx * sw)) + b)``.
     -   Codes, where only clips stand between: ``rint(fl(fl(fl(float(acc) * f) + fl(b / sy)) + zy))
         - zy`` with ``f = fl(sw * sx / sy)``, whose factors are multiplied in float64.
 
@@ -108,9 +107,7 @@ class OneDnnArithmetic:
             bias = -shift if bias is None else bias - shift
         bias = None if bias is None else bias.float()
         of_zero = (codes_sum * zero).float() if zero else None
-        factors: tuple[Tensor, ...] = numbers.of.scale.reshape(()), numbers.scale
-        if not scales_in_turn():
-            factors = (factors[0] * factors[1],)
+        factor = numbers.of.scale.reshape(()) * numbers.scale
         dims = numbers.weight.dim() - 2
         is_whole = numbers.to is not None and (
             dims < _VOLUME_DIMS or "result" not in numbers.from_zero
@@ -119,13 +116,13 @@ class OneDnnArithmetic:
         if numbers.to is not None and is_whole:
             to_scale = float(numbers.to.scale)
             bias = None if bias is None else (bias.double() / to_scale).float()
-            factors = ((numbers.scale.double() * x_scale / to_scale).float(),)
+            factor = (numbers.scale.double() * x_scale / to_scale).float()
         starts = "result" in numbers.from_zero
         of_result = None if not is_whole or starts else numbers.to
         zero_of_result = 0.0 if of_result is None else _stored_zero_point(of_result)
         steps = [
             *([] if of_zero is None else [(Tensor.add_, of_zero)]),
-            *((Tensor.mul_, factor) for factor in factors),
+            (Tensor.mul_, factor),
             *([] if bias is None else [(Tensor.add_, bias)]),
         ]
         operations = [operation for operation, _ in steps]
