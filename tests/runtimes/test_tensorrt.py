@@ -722,6 +722,58 @@ def test_what_cannot_be_typed_is_refused_and_nothing_written(tmp_path: Path) -> 
     assert not path.exists()
 
 
+class Branching(nn.Module):
+    """Behind a layer a branch that a file holds as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(16, 16, 3)
+
+        def doubled(x: Tensor) -> Tensor:
+            if bool(x.sum() > 0):
+                x = x * 2
+            return x
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*torch.jit.* is deprecated")
+            self.branch = torch.jit.script(doubled)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.branch(self.conv(x))
+
+
+class Widths(nn.Module):
+    """Two layers, each of a short type of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16).half()
+        self.second = nn.Linear(16, 4).bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x.half()).bfloat16()).float()
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "text"),
+    [
+        (Branching, X, r"is a loop or branch \(If\); expected none"),
+        (
+            Widths,
+            torch.randn(4, 16),
+            "computes in float16 and in bfloat16; expected one",
+        ),
+    ],
+)
+def test_types_that_cannot_be_given_are_refused(
+    model: Callable[[], nn.Module], x: Tensor, text: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.onnx"
+    with pytest.raises(ExportError, match=text):
+        written(model(), x, path)
+    assert not path.exists()
+
+
 def test_scales_of_a_model_for_no_target_are_rounded_with_a_warning(
     tmp_path: Path,
 ) -> None:

@@ -16,6 +16,7 @@ from tests.fusion.common import randomized
 from torchq.fusion.unfolded import keeps_norm
 from torchq.nn import TensorQuantizer
 from torchq.swap import Plan, plan_of
+from torchq.swap.folds import folding_pairs, narrow_weights_, norms_behind_layers
 
 
 class Net(nn.Module):
@@ -203,6 +204,38 @@ def test_a_norm_that_cannot_fold_is_planned_as_what_it_is(
     assert (plan.decision("1") is not None) is folds
     # The norm computes in float, so the layer returns codes to it.
     assert (plan.decision("0").output is not None) is not folds
+
+
+def test_norms_with_a_forward_of_their_own_hold_no_quantizer() -> None:
+    plain = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).eval()
+    (norm,) = norms_behind_layers(plain, folding_pairs(plain, X)).values()
+    assert norm.names == ("1",) and norm.may_quantize_output
+    model = activated().eval()
+    norms = norms_behind_layers(model, folding_pairs(model, X))
+    assert [norm.names for norm in norms.values()] == [("1",), ("3",)]
+    assert not any(norm.may_quantize_output for norm in norms.values())
+
+
+@pytest.mark.parametrize(
+    ("weight", "is_narrowed"),
+    [
+        (torchq.QuantDescriptor(axis=0), True),
+        (torchq.QuantDescriptor(axis=0, unsigned=True), False),
+        (torchq.QuantDescriptor(axis=0, symmetric=False), False),
+        (torchq.QuantDescriptor((4, 3), axis=0), False),
+    ],
+    ids=str,
+)
+def test_codes_without_a_counterpart_are_left_out_of_signed_integers(
+    weight: torchq.QuantDescriptor, is_narrowed: bool
+) -> None:
+    model: Any = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).eval()
+    rule = torchq.Rule("0", input=torchq.QuantDescriptor(), weight=weight)
+    torchq.quantize_(model, torchq.QuantConfig((rule,)), progress=False)
+    expected = weight.replace(narrow_range=True) if is_narrowed else weight
+    assert narrow_weights_(model, X) == ({"0": expected} if is_narrowed else {})
+    quantizer = model[0].weight_quantizer
+    assert quantizer.descriptor.narrow_range == is_narrowed
 
 
 def test_weights_with_one_scale_for_good_refuse_a_norm_and_say_so() -> None:

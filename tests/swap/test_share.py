@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import torchq
 from torchq import QuantDescriptor, Rule
+from torchq.swap.share import RESULT_IN_FLOAT, Share, warn_if_small
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
@@ -160,3 +161,26 @@ def test_what_is_quantized_already_counts() -> None:
 def test_weights_that_are_quantized_alone_on_purpose_count() -> None:
     config = torchq.QuantConfig((Rule("*", weight=QuantDescriptor(4)),))
     assert torchq.quantize_(convs(), config, example=X).share.quantized == 1
+
+
+@pytest.mark.parametrize(
+    ("count", "end"), [(2, r"b \(20\.0%\)"), (3, r"c \(20\.0%\)"), (5, "; 2 more")]
+)
+def test_three_reasons_of_a_small_share_are_shown_and_others_counted(
+    count: int, end: str
+) -> None:
+    reasons = dict.fromkeys("abcde"[:count], 0.2)
+    share = Share(0.1, 1.0, reasons, "multiply-adds")
+    with pytest.warns(UserWarning, match=f"^Sequential: only 10.*a .*{end}$"):
+        warn_if_small(convs(), share)
+
+
+def test_a_third_of_what_was_wanted_is_no_small_share() -> None:
+    """A warning would be an error; what a quantizer of a result is missing for counts as done."""
+    for done, missing, wanted in ((0.3, 0.3, 0.9), (0.2, 0.7, 0.6), (0.0, 1.0, 0.0)):
+        share = Share(done, wanted, {"a": missing}, "multiply-adds")
+        warn_if_small(convs(), share)
+    reason = f"a: {RESULT_IN_FLOAT}"
+    warn_if_small(convs(), Share(0.1, 0.9, {reason: 0.2}, "multiply-adds"))
+    with pytest.warns(UserWarning, match="only 10"):
+        warn_if_small(convs(), Share(0.1, 0.9, {reason: 0.19}, "multiply-adds"))
