@@ -416,6 +416,48 @@ def test_open_lengths_count_as_in_the_example(dynamo: bool, tmp_path: Path) -> N
     assert torchq.verify_onnx(model, path, [example, shorter], progress=False).ok
 
 
+class Relative(nn.Module):
+    """Attention with positions from the length down to its negative, as XLNet has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(50, 16)
+        self.layer = nn.Linear(16, 16)
+        self.position = nn.Linear(16, 16)
+        self.register_buffer("frequencies", torch.rand(16))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        length = input_ids.shape[1]
+        queries = self.layer(self.words(input_ids))
+        places = torch.arange(length, -length, -1.0, device=input_ids.device)
+        positions = self.position((places[:, None] * self.frequencies).sin())
+        scores = torch.einsum("bid,jd->bij", queries, positions)
+        return torch.einsum("bij->jbi", scores)
+
+
+@pytest.mark.parametrize("dynamo", [False, True])
+def test_lengths_that_are_terms_count_as_in_the_example(
+    dynamo: bool, tmp_path: Path
+) -> None:
+    """An Einsum that only moves numbers does not count."""
+    example = {"input_ids": torch.randint(50, (4, 12))}
+    model = Relative().eval()
+    torchq.quantize_(
+        model,
+        target="onnxruntime",
+        example=example,
+        exclude=["position"],
+        progress=False,
+    )
+    torchq.calibrate(model, [example], progress=False)
+    share = plan_of(model).share
+    path = tmp_path / "net.onnx"
+    written = torchq.export_onnx(model, example, path, dynamo=dynamo, progress=False)
+    assert share is not None and written.coverage is not None
+    assert share.quantized < 0.9
+    assert written.coverage.share == pytest.approx(share.quantized, abs=1e-6)
+
+
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("dynamo", [False, True])
 def test_work_that_no_batch_multiplies_counts_as_in_the_run_of_the_plan(

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from torchq.onnx.dimensions import length_of
 from torchq.onnx.ir import (
     Model,
     Node,
@@ -78,13 +79,13 @@ class Coverage:
                 BatchNorm in float.
         """
         infer_shapes(graph)
-        nodes = nodes_of(graph, *PRODUCTS, *_RECURRENT)
+        nodes = _products_of(graph)
         sized = _of_known_lengths(graph)
         recorded = read_record(graph).get(MERGED_GROUPS)
         groups = recorded if isinstance(recorded, dict) else {}
         sizes = {
             node.outputs[0].name: _multiply_adds(node) * _part_of_groups(node, groups)
-            for node in nodes_of(sized, *PRODUCTS, *_RECURRENT)
+            for node in _products_of(sized)
         }
         work = {id(node): sizes.get(node.outputs[0].name, 0.0) for node in nodes}
         weights = [node for node in nodes if _has_float_weight(node)]
@@ -138,6 +139,12 @@ def _counted(layers: tuple[str, ...], what: str) -> str:
     shown = ", ".join(layers[:_SHOWN])
     more = ", ..." if len(layers) > _SHOWN else ""
     return f"{len(layers)} of its layers {what} ({shown}{more})"
+
+
+def _products_of(graph: Model) -> list[Node]:
+    """Return the nodes that multiply; an Einsum of one operand moves or adds numbers."""
+    nodes = nodes_of(graph, *PRODUCTS, *_RECURRENT)
+    return [node for node in nodes if len(_factors(node)) > 1]
 
 
 def _stands_before_norm(node: Node) -> bool:
@@ -286,18 +293,22 @@ def _is_known(shape: Sequence[object] | None) -> bool:
 
 def _are_known(shape: Iterable[Any], lengths: Mapping[str, int]) -> bool:
     """Return True if each length of a shape is a number, or a product of known names."""
-    names_of_dims = (
-        str(dim.value).split("*") for dim in shape if not isinstance(dim, int)
+    return all(
+        isinstance(dim, int) or length_of(str(dim.value), lengths) is not None
+        for dim in shape
     )
-    return all(name in lengths for dims in names_of_dims for name in dims)
 
 
 def _numbers(shape: Iterable[Any], lengths: Mapping[str, int]) -> list[int]:
-    """Return the lengths of a shape, 1 for those that are not known; names may be products."""
+    """Return the lengths of a shape; of names that are not known those count as 1 that are factors.
+
+    Names may be terms.
+    """
     return [
         dim
         if isinstance(dim, int)
-        else math.prod(lengths.get(name, 1) for name in str(dim.value).split("*"))
+        else length_of(str(dim.value), lengths)
+        or math.prod(lengths.get(name, 1) for name in str(dim.value).split("*"))
         for dim in shape
     ]
 
