@@ -383,3 +383,45 @@ def test_products_of_two_tensors_are_added_exactly(
             torch.cat([expected] * 2),
         )
     assert calls == [torch.float64]
+
+
+class OwnParameters(nn.Module):
+    """Calls a convolution as a function with the parameters of a layer, in one of these ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.conv = nn.Conv2d(3, 16, 3)
+        self.last = nn.Conv2d(16, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.conv.weight, self.conv.bias
+        if self.way == "alone":
+            features = F.conv2d(x, weight, bias)
+        elif self.way == "twice":
+            features = F.conv2d(x, weight, bias) + F.conv2d(2 * x, weight, bias)
+        elif self.way == "beside the layer":
+            features = self.conv(x) + F.conv2d(x, weight, bias)
+        else:
+            features = F.conv2d(x, weight)
+        return self.last(features.relu()).mean((2, 3))
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
+@pytest.mark.parametrize(
+    "way", ["alone", "twice", "beside the layer", "without the bias"]
+)
+def test_calls_with_the_parameters_of_a_layer(
+    way: str, target: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = OwnParameters(way).eval()
+    batches = [torch.randn(8, 3, 24, 24) for _ in range(2)]
+    torchq.quantize_(model, target=target, example=batches[0], progress=False)
+    torchq.calibrate(model, batches, progress=False)
+    path = tmp_path / "net.onnx"
+    torchq.export_onnx(model, batches[0], path, dynamo=False, progress=False)
+    report = torchq.verify_onnx(model, path, batches, progress=False)
+    assert report.ok, report
+    rounded = {row.name for row in report.layers if row.name.endswith("bias")}
+    assert ("conv.bias" in rounded) == (way != "without the bias")

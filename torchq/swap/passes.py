@@ -915,10 +915,12 @@ def _behind_quantizer(view: View, call: Call) -> tuple[str, _Kernel | None]:
 
 
 def _convolves(kernel: _Kernel, decision: Decision) -> bool:
-    """Return True for a call of a convolution, alone or as the last one of a module's forward."""
+    """Return True for a convolution: a layer, or a call, alone or the last of a module's forward."""
     if decision.calls:
         return kernel.result.ends_in in _CONVOLVE
-    return kernel.is_call and _operator(kernel.result) in _CONVOLVE
+    if not kernel.is_call:
+        return isinstance(kernel.result.module, CONVOLUTIONS)
+    return _operator(kernel.result) in _CONVOLVE
 
 
 class _Results:
@@ -946,11 +948,15 @@ class _Results:
         return [] if decision.calls else self._quantizers_of(decision)
 
     def adds_bias_in_call(self, decision: Decision) -> bool:
-        """Return True for a module whose bias and weight calls of convolutions read on integers."""
+        """Return True for a module whose bias and weight calls of convolutions read on integers.
+
+        It may be called itself too.
+        """
         module = self._facts.modules.get(decision.name)
         kernels = self._kernels.get(decision.name, [])
         return (
             isinstance(getattr(module, "bias", None), nn.Parameter)
+            and (bool(decision.calls) or self.is_call(decision))
             and all(_convolves(kernel, decision) for kernel in kernels)
             and bool(self._quantizers_of(decision))
         )

@@ -12,6 +12,7 @@ from torchq.formats import IntFormat, integer_format
 from torchq.functional import QParams
 from torchq.functional.onnx_ops import onnx_axis, onnx_type
 from torchq.nn import QuantModule, TensorQuantizer
+from torchq.nn.calls.modules import RoutedModule
 from torchq.onnx.ir import (
     Model,
     Node,
@@ -108,6 +109,8 @@ def compare_weights(model: nn.Module, graph: Model) -> Iterator[LayerAgreement]:
     biases = {
         name: bias for name, bias in model.named_parameters() if name.endswith("bias")
     }
+    routed = [module for module in model.modules() if isinstance(module, RoutedModule)]
+    in_calls = {id(holder) for owner in routed for _, holder in owner.holders()}
     modules = [module for module in model.modules() if isinstance(module, QuantModule)]
     for module in modules:
         for quantizer, weight in module.quantized_weights():
@@ -121,11 +124,11 @@ def compare_weights(model: nn.Module, graph: Model) -> Iterator[LayerAgreement]:
             else:
                 dequantized = quantizer.apply_own(scaled.float()).detach().cpu()
                 yield compare_stored(name, dequantized, value_of(value))
-            bias = biases.get(name.removesuffix(_WEIGHT) + "bias")
+            bias_name = name.removesuffix(_WEIGHT) + "bias"
+            bias = biases.get(bias_name)
             if bias is not None:
-                yield from _compare_bias(
-                    name.removesuffix(_WEIGHT) + "bias", bias, value
-                )
+                in_call = id(module) in in_calls
+                yield from _compare_bias(bias_name, bias, value, in_call=in_call)
 
 
 def compare_stored(
@@ -188,11 +191,16 @@ def _filled(parameters: Tensor, like: Tensor) -> Tensor:
     return flat.expand_as(like).clone() if flat.numel() == 1 else flat.clone()
 
 
-def _compare_bias(name: str, bias: Tensor, weight: Value) -> Iterator[LayerAgreement]:
-    """Compare the bias of the layer that reads a weight, where the file stores one for it."""
+def _compare_bias(
+    name: str, bias: Tensor, weight: Value, *, in_call: bool
+) -> Iterator[LayerAgreement]:
+    """Compare the bias of the layer that reads a weight, where the file stores one for it.
+
+    A function call with the weight of a layer, ``in_call``, may add another bias, or none.
+    """
     for node in readers(weight):
         if node.op_type == "Cast":  # half precision
-            yield from _compare_bias(name, bias, node.outputs[0])
+            yield from _compare_bias(name, bias, node.outputs[0], in_call=in_call)
             continue
         if node.op_type in ("Conv", "ConvTranspose", "Gemm"):
             stored_bias = input_at(node, 2)
@@ -206,6 +214,8 @@ def _compare_bias(name: str, bias: Tensor, weight: Value) -> Iterator[LayerAgree
             if adds[0].op_type != "Add" or stored_bias is None:
                 continue
         else:
+            continue
+        if in_call and (stored_bias is None or stored_bias.name != name):
             continue
         if stored_bias is None:  # Exporters leave out zeros.
             yield compare_stored(
