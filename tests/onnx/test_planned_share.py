@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -122,6 +123,31 @@ class Einsums(nn.Module):
         weights = torch.einsum("bqhd, bkhd -> bhqk", queries, keys).softmax(-1)
         found = torch.einsum("...qk,...kd->...qd", weights, keys.transpose(1, 2))
         return torch.einsum("bqc,cd->bqd", found.transpose(1, 2).flatten(2), self.mix)
+
+
+class Unbatched(nn.Module):
+    """Convolutions of one image, or one sound, without a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+        self.sound = nn.Conv1d(8, 4, 3)
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.sound(self.image(x).mean(-1)))
+
+
+class CutBehindMoves(nn.Module):
+    """A ReLU behind the Flatten of what a convolution returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.out = nn.Linear(8 * 14 * 14, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.conv(x).flatten(1).relu())
 
 
 class Positions(nn.Module):
@@ -482,6 +508,31 @@ def test_work_that_no_batch_multiplies_counts_as_in_the_run_of_the_plan(
     assert 0.5 < share.quantized < 0.8
     assert written.coverage.share == pytest.approx(share.quantized, abs=1e-6)
     assert torchq.inspect_onnx(path).coverage == written.coverage
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
+def test_a_relu_behind_a_move_is_included(target: str, tmp_path: Path) -> None:
+    batches = [torch.randn(4, 3, 16, 16) for _ in range(3)]
+    model = calibrated(CutBehindMoves(), batches, target)
+    assert check(model, batches[0], target, tmp_path) == 1.0
+    path = tmp_path / "net.onnx"
+    assert torchq.verify_onnx(model, path, batches, progress=False).ok
+
+
+@pytest.mark.parametrize("dynamo", [False, True])
+@pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
+def test_convolutions_without_a_batch_run_on_integers(
+    target: str, dynamo: bool, tmp_path: Path
+) -> None:
+    batches = [torch.randn(3, 12, 12) for _ in range(3)]
+    model = calibrated(Unbatched(), batches, target)
+    path = tmp_path / "net.onnx"
+    options: Any = {"dynamo": dynamo, "dynamic_batch": False, "progress": False}
+    written = torchq.export_onnx(model, batches[0], path, **options)
+    share = plan_of(model).share
+    assert share is not None and written.coverage is not None
+    assert written.coverage.share == share.quantized == 1.0
+    assert torchq.verify_onnx(model, path, batches, progress=False).ok
 
 
 class BesideImage(nn.Module):

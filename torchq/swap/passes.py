@@ -915,7 +915,7 @@ def _behind_quantizer(view: View, call: Call) -> tuple[str, _Kernel | None]:
 
 
 def _convolves(kernel: _Kernel, decision: Decision) -> bool:
-    """Return True for a convolution: a layer, or a call, alone or the last of a module's forward."""
+    """Return True for a convolution: a layer, or a call, alone or last in a module's forward."""
     if decision.calls:
         return kernel.result.ends_in in _CONVOLVE
     if not kernel.is_call:

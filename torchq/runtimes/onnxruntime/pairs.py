@@ -133,6 +133,22 @@ def read_shapes_of_codes(model: Model) -> None:
     model.graph.sort()  # Codes may have been computed behind what reads their shape.
 
 
+def quantize_unbatched(model: Model) -> None:
+    """Quantize what convolutions read once more, behind the batch of one that it is given.
+
+    Before: DequantizeLinear -> Unsqueeze -> Conv, as of one image without a batch.
+    After: A Q/DQ pair with the same parameters stands in front of the Conv; no value changes.
+    """
+    for node in nodes_of(model, "Unsqueeze"):
+        source = dequantized(node.inputs[0])
+        users = readers(node.outputs[0])
+        has_convolutions = users and all(user.op_type == "Conv" for user in users)
+        if source is None or attribute(source, "axis") or is_output(node.outputs[0]):
+            continue
+        if has_convolutions:
+            insert_pair(node, list(source.inputs[1:]))
+
+
 def quantize_reshaped(model: Model) -> None:
     """Quantize what convolutions and means of codes return in front of reshapes and padding.
 
@@ -141,6 +157,7 @@ def quantize_reshaped(model: Model) -> None:
     Before: DequantizeLinear -> Conv, AveragePool or GlobalAveragePool -> activations -> reshapes,
     or zeros that are added around images -> QuantizeLinear.
     After: A Q/DQ pair with the parameters of that QuantizeLinear stands in front of the reshapes.
+    Behind them may be a ReLU that its codes include, as they begin at 0.
     """
     for node in nodes_of(model, "Conv", "AveragePool", "GlobalAveragePool"):
         if dequantized(node.inputs[0]) is None:
@@ -154,12 +171,17 @@ def quantize_reshaped(model: Model) -> None:
         moves = MOVES if has_others else _RESHAPES
         if reader is None or not _keeps_codes(reader, moves):
             continue
-        while reader is not None and _keeps_codes(reader, moves):
+        is_cut = False
+        while reader is not None and (
+            reader.op_type == "Relu" or _keeps_codes(reader, moves)
+        ):
+            is_cut = is_cut or reader.op_type == "Relu"
             reader = _only_reader(reader)
         if (
             reader is None
             or reader.op_type != "QuantizeLinear"
             or attribute(reader, "axis")
+            or (is_cut and not starts_at_zero(reader))
         ):
             continue
         insert_pair(last, list(reader.inputs[1:]))
