@@ -286,6 +286,18 @@ def test_parameters_outside_of_products_are_no_candidates() -> None:
     assert "pass example= to find function calls with them" in skipped.reason
 
 
+@pytest.mark.filterwarnings("ignore:.*only")  # Little is quantized.
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_cells_are_named_with_the_layer_that_is_quantized(kind: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), getattr(nn, f"{kind}Cell")(4, 4))
+    (skipped,) = torchq.plan(model, example=torch.ones(2, 4)).skipped
+    assert f"torch.nn.{kind} computes the same for all steps" in skipped.reason
+    assert "pass example=" not in skipped.reason
+    layer = nn.Sequential(nn.Linear(4, 4), getattr(nn, kind)(4, 4))
+    config = torchq.recipes.int8(recurrent=True)
+    assert not torchq.plan(layer, config, example=torch.ones(2, 3, 4)).skipped
+
+
 class Mixer(nn.Module):
     """As Hugging Face's Mamba: a view of the weight of a child that is never called."""
 

@@ -50,6 +50,22 @@ def no_twin(cls: type[nn.Module]) -> str:
     )
 
 
+def _no_twin_in_run(cls: type[nn.Module]) -> str:
+    """Return the reason for such a class where a run has shown no function calls to quantize."""
+    name = qualified_name(cls)
+    parts = (
+        f"{_NO_TWIN}{name}, and the run on the example shows no function calls with its "
+        "parameters; "
+    )
+    if issubclass(cls, nn.RNNCellBase):
+        layer = cls.__name__.removesuffix("Cell")
+        return (
+            f"{parts}torch.nn.{layer} computes the same for all steps, and recipes with "
+            "recurrent=True quantize it"
+        )
+    return f"{parts}register one with torchq.nn.register({name})"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Draft(Decision):
     """A decision while it is made, with the module that it is about.
@@ -83,6 +99,12 @@ class Draft(Decision):
     def is_without_twin(self) -> bool:
         """True if the module stays float only because no class is registered for it."""
         return self.reason.startswith(_NO_TWIN)
+
+    def after_run(self) -> Draft:
+        """Return the decision without the advice to run the model, which was done."""
+        if not self.is_without_twin:
+            return self
+        return replace(self, reason=_no_twin_in_run(self.float_class))
 
     def matches(self, pattern: Pattern) -> bool:
         """Return True if a pattern selects it, by its class or the one it is quantized as."""

@@ -337,6 +337,7 @@ def _decided(
     if recorded is not None:
         reasons |= dict.fromkeys(recorded.written_weights, _WRITTEN)
         reasons |= dict.fromkeys(recorded.without_memory, _NO_MEMORY)
+        drafts = tuple(draft.after_run() for draft in drafts)
     return (
         rules,
         tuple(_in_float(draft, reasons) for draft in drafts),
