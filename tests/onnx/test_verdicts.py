@@ -254,6 +254,36 @@ def test_values_halfway_between_two_codes_may_have_either(by: float, ok: bool) -
     assert not elsewhere.result().ok
 
 
+class Larger(nn.Module):
+    """An image that is made larger between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
+        self.codes = torchq.nn.QuantIdentity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        x = nn.functional.interpolate(x, scale_factor=2, mode="bilinear")
+        return self.codes(self.last(x))
+
+
+def test_values_between_neighbours_may_have_either_code_at_ties(tmp_path: Path) -> None:
+    """Means of codes lie halfway between two where these have the scale of those."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 32, 32)
+    model = Larger().eval()
+    torchq.quantize_(model, target="onnxruntime", example=x)
+    torchq.calibrate(model, [x], progress=False)
+    model.last.input_quantizer.amax.copy_(model.first.output_quantizer.amax)
+    path = tmp_path / "m.onnx"
+    torchq.export_onnx(model, x, path, progress=False)
+    report = torchq.verify_onnx(model, path, [x], progress=False)
+    (row,) = [row for row in report.layers if row.name == "last.input_quantizer"]
+    assert row.differ > exposed.APPROXIMATE_SHARE * row.elements + 3
+    assert report.ok, str(report)
+
+
 class Rare(nn.Module):
     """A detector of something rare: its only result is a probability of about e to the -10."""
 

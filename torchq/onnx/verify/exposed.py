@@ -16,6 +16,7 @@ from torchq.onnx.ir import (
     Node,
     Value,
     add_node,
+    attribute,
     data_type,
     is_constant,
     load_model,
@@ -291,6 +292,8 @@ class Behind:
         dtype: the type of a strongly typed file.
         steps: by how much they may be off.
         rounding: by how much the values themselves may be off, where they are small.
+        interpolates: values between those of neighbours are computed, as means are. Between codes
+            of one scale they lie at ties exactly, and each library adds them in its own order.
     """
 
     layers: tuple[str, ...]
@@ -298,6 +301,7 @@ class Behind:
     dtype: torch.dtype | None = None
     steps: int = 1
     rounding: float = 0.0
+    interpolates: bool = False
 
 
 def behind(value: Value | None, share: float = SHARE) -> Behind:
@@ -306,6 +310,7 @@ def behind(value: Value | None, share: float = SHARE) -> Behind:
     pending = [value]
     visited = {value}
     rounding = 0.0
+    interpolates = False
     while pending:
         current = pending.pop()
         node = None if current is None else current.producer()
@@ -313,6 +318,7 @@ def behind(value: Value | None, share: float = SHARE) -> Behind:
             continue
         if node.op_type in _UP_TO_ONE:
             rounding = ROUNDING_OF_ONE
+        interpolates |= _interpolates(node)
         if node.op_type == "DequantizeLinear":
             if is_constant(node.inputs[0]):
                 layers[pair_name(node).removesuffix(".weight_quantizer")] = None
@@ -335,7 +341,13 @@ def behind(value: Value | None, share: float = SHARE) -> Behind:
         new = [v for v in node.inputs if v is not None and v not in visited]
         visited.update(new)
         pending += new
-    return Behind(tuple(layers), share, rounding=rounding)
+    return Behind(tuple(layers), share, rounding=rounding, interpolates=interpolates)
+
+
+def _interpolates(node: Node) -> bool:
+    """Return True for a Resize that computes values between those of neighbours."""
+    mode = attribute(node, "mode", "nearest")
+    return node.op_type == "Resize" and mode not in ("nearest", b"nearest")
 
 
 def _is_float_weight(value: Value) -> bool:

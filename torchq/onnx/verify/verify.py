@@ -622,11 +622,18 @@ class _File:
         places |= {
             name: other for name, other in self._merged.items() if other in nodes
         }
+        behind_places = {
+            name: self._behind(model, nodes[in_file])
+            for name, in_file in places.items()
+        }
+        self._interpolated = {
+            name for name, found in behind_places.items() if found.interpolates
+        }
         self._codes = {
             name: Codes(
                 name,
                 pair_difference(self.known[path_of(name)], nodes[in_file]),
-                self._behind(model, nodes[in_file]),
+                behind_places[name],
                 dtypes,
             )
             for name, in_file in places.items()
@@ -809,8 +816,10 @@ class _File:
         if in_file in self._ran.computed:
             computed = file_qparams.centered(self._ran.computed[in_file])
             at_tie = None
-            # The reference rounds as the model does, and a chip has bounds of its own.
-            if self.is_for_another and self._chip is None:
+            # The reference rounds as the model does, but adds in its own order between neighbours.
+            # A chip has bounds of its own.
+            adds_otherwise = self.is_for_another or name in self._interpolated
+            if adds_otherwise and self._chip is None:
                 at_tie = without_pads(at_ties(x, quantizer.qparams()), pads).cpu()
             self._codes[name].add(model_codes, computed, x.dtype, at_tie)
         values = out.clone()  # The zeros that only the model pads with stay.
