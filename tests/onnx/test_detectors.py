@@ -75,6 +75,7 @@ def test_a_detector_goes_into_a_file_whole(tmp_path: Path) -> None:
     assert torchq.verify_onnx(detector, path, batches, progress=False).ok
 
 
+@pytest.mark.slow  # torch.export fails first, and then follows the layers
 def test_the_advice_of_both_exporters_leads_to_a_file(tmp_path: Path) -> None:
     """The first advises the second, and both a module around the layers."""
     torch.manual_seed(0)
