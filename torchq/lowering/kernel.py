@@ -369,8 +369,8 @@ def _bound(
             "clamp" if bounds else "none",
             bounds,
         )
-    # With 1 for the scale of the input. oneDNN multiplies by both in turn or at once, by its version,
-    # the processor and the sizes: where there is a matrix unit small layers do not use it.
+    # With 1 for the scale of the input. oneDNN multiplies by both in turn or at once, by its
+    # version, the processor and the sizes: where there is a matrix unit small layers do not use it.
     before: Any = (1.0, 0, packed, scale, _zeros(len(scale)))
     behind: Any = (bias, *(params.as_lists() if params.stride else ()), *grid)
     if adds:
