@@ -97,6 +97,11 @@ WINDOWS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         (2, 32, 40),
     ),
     "dilated": (lambda: nn.Conv1d(16, 8, 12, dilation=2), (2, 16, 60)),
+    "with long steps": (lambda: nn.Conv1d(32, 8, 4, stride=4), (2, 32, 64)),
+    "of patches of 48 channels": (
+        lambda: nn.Conv2d(48, 16, 8, stride=4, padding=2),
+        (1, 48, 32, 32),
+    ),
     "patches": (lambda: nn.Conv2d(8, 16, 16, stride=16), (2, 8, 32, 32)),
     "high": (lambda: nn.Conv2d(16, 8, (8, 1), padding=(2, 0)), (1, 16, 12, 70)),
     "of three dimensions": (lambda: nn.Conv3d(16, 8, (2, 3, 8)), (1, 16, 4, 9, 12)),

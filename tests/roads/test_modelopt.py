@@ -54,7 +54,11 @@ def by_file(yolo: Any, detector: Trained, checkpoint: Path) -> nn.Module:
     (expected,) = open_session(written, optimize=False).run({"images": images})
     with torch.no_grad():
         found = next(tensors_in(network(images)))
-    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-3)
+    # By the processor the two add in other orders, so that a value at a tie of two codes may fall
+    # either way, which moves few boxes. A scale that is one percent off moves six of ten.
+    equal = torch.isclose(found, expected, rtol=1e-4, atol=1e-3)
+    assert equal.float().mean() > 0.9
+    assert (found - expected).norm() < 1e-3 * expected.norm()
     return network
 
 

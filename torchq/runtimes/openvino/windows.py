@@ -29,6 +29,8 @@ from torchq.onnx.qdq import (
 
 #: Channels of a group: kernels for AMX multiply so many at once, and fewer of them by 4.
 _FULL, _FOUR = 32, 4
+#: The step from which on groups are affected that have up to twice as many.
+_LONG_STEP = 4
 #: The numbers of a row that they multiply at once.
 _ROW = 64
 _WIDENED = "widened windows"
@@ -39,9 +41,11 @@ def _widen_windows(model: Model) -> None:
 
     The kernels of OpenVINO 2026.4 for CPUs with AMX compute another result where a group has fewer
     than 32 channels, in fours, and a row of the window has a multiple of 64 numbers, from 128 on:
-    8 places of 16 channels, say. Of windows that are one place wide the columns count as rows.
-    Measured for all numbers of channels up to 71, and windows of up to 33 places and of 48, 64 and
-    128.
+    8 places of 16 channels, say. With strides of 4 and more it is fewer than 64 channels. Of
+    windows that are one place wide the columns count as rows. With strides whether it happens
+    depends on the length of the image too, which files may leave open, so no length is looked at.
+    Measured for all numbers of channels up to 71 and windows of up to 33 places and of 48, 64 and
+    128 with stride 1, and for strides up to 16 with windows of up to 16.
 
     Before: Conv with such a window. After: the window is one place wider, with zeros there, and one
     place more of padding. The record names the weights, with the dimension.
@@ -52,7 +56,7 @@ def _widen_windows(model: Model) -> None:
         if weight is None or pair_name(weight) in widened:
             continue
         layers = readers(weight.outputs[0])
-        dimension = _dimension(value_of(weight.inputs[0]))
+        dimension = _dimension(value_of(weight.inputs[0]), max(map(_stride, layers)))
         is_plain = all(map(_pads_by_numbers, layers)) and are_constant(weight.inputs)
         if dimension is None or not is_plain:
             continue
@@ -84,11 +88,17 @@ def _narrow_windows(model: Model) -> dict[str, str]:
 widen_windows = Rewrite(_widen_windows, undo=_narrow_windows)
 
 
-def _dimension(codes: Tensor) -> int | None:
+def _stride(node: Node) -> int:
+    """Return the longest step of a convolution; 1 for other operators."""
+    return max(attribute(node, "strides", (1,)))
+
+
+def _dimension(codes: Tensor, stride: int) -> int | None:
     """Return the dimension of a weight whose places make a row; None for other windows."""
     channels = codes.shape[1]
+    most = _FULL if stride < _LONG_STEP else 2 * _FULL
     wider = [n for n in range(2, codes.dim()) if codes.shape[n] > 1]
-    if not wider or channels % _FOUR or channels >= _FULL:
+    if not wider or channels % _FOUR or channels >= most:
         return None
     numbers = channels * codes.shape[wider[-1]]
     return wider[-1] if numbers % _ROW == 0 and numbers > _ROW else None
