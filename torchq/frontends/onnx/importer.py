@@ -361,10 +361,12 @@ def _with_bodies(model: Any, where: str, schemas: dict[tuple[str, str], Any]) ->
         body = schema.get_context_dependent_function_with_opset_version(
             versions.get(domain_of(node), 1), node.SerializeToString(), of_inputs
         )
-        bodies.append(onnx.FunctionProto.FromString(body))
-        bodies[-1].name, bodies[-1].domain = f"{node.op_type}_{number}", _BODIES
-        if not bodies[-1].opset_import:
-            bodies[-1].opset_import.extend(model.opset_import)
+        function = onnx.FunctionProto.FromString(body)
+        function.name = f"{node.op_type}_{number}"
+        function.domain = _BODIES
+        if not function.opset_import:
+            function.opset_import.extend(model.opset_import)
+        bodies.append(function)
     for node, function in zip(nodes, bodies, strict=True):
         node.op_type, node.domain = function.name, function.domain
     model.functions.extend(bodies)

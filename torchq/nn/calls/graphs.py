@@ -43,7 +43,7 @@ def noting_ranges(modules: Iterable[nn.Module]) -> Iterator[set[tuple[int, str]]
     """
     names_by_id: dict[int, set[str]] = {}
     changed = []
-    found: set[tuple[int, str]] = set()
+    without_ranges: set[tuple[int, str]] = set()
     try:
         for module in modules:
             if not isinstance(module, fx.GraphModule) or "forward" in vars(module):
@@ -51,11 +51,13 @@ def noting_ranges(modules: Iterable[nn.Module]) -> Iterator[set[tuple[int, str]]
             names = names_by_id[id(module)] = set()
             vars(module)["forward"] = _noted_forward(module, names)
             changed.append(module)
-        yield found
+        yield without_ranges
     finally:
         for module in changed:
             vars(module).pop("forward", None)
-        found |= {(key, name) for key, names in names_by_id.items() for name in names}
+        without_ranges |= {
+            (key, name) for key, names in names_by_id.items() for name in names
+        }
 
 
 def _noted_forward(module: fx.GraphModule, names: set[str]) -> Any:

@@ -165,7 +165,8 @@ def _factors(transform: _Transform, axis: int) -> Tensor:
 
     Each has a mirror image, but for the first one, and the one in the middle of an even number.
     """
-    frequencies, length = transform.shape[transform.axis], transform.length
+    frequencies = transform.shape[transform.axis]
+    length = transform.length
     assert isinstance(frequencies, int)
     assert length is not None
     factors = torch.full((frequencies,), 2.0)

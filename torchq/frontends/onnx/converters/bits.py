@@ -28,8 +28,8 @@ def _quotient(a: Tensor, b: Tensor) -> Tensor:
     divisor = torch.where(is_large, 1, b)
     half = (a >> 1) & ~_LOWEST
     quotient = torch.div(half, divisor, rounding_mode="floor") << 1
-    rest = a - quotient * divisor
-    quotient = quotient + (~_less(rest, divisor)).to(torch.int64)
+    remainder = a - quotient * divisor
+    quotient = quotient + (~_less(remainder, divisor)).to(torch.int64)
     return torch.where(is_large, (~_less(a, b)).to(torch.int64), quotient)
 
 

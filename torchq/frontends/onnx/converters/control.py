@@ -213,8 +213,8 @@ def _stacked(
 
 
 def _results(body: nn.Module, *values: Any) -> list[Any]:
-    found = body(*values)
-    return list(found) if isinstance(found, tuple) else [found]
+    returned = body(*values)
+    return list(returned) if isinstance(returned, tuple) else [returned]
 
 
 class Repeated(nn.Module):
@@ -231,7 +231,8 @@ class Repeated(nn.Module):
     ) -> None:
         super().__init__()
         self.body, self.title = body, title
-        self.states, self.empties = states, list(empties)
+        self.states = states
+        self.empties = list(empties)
 
     def forward(
         self, count: Tensor | int | None, condition: Tensor | None, *values: Any
@@ -244,7 +245,8 @@ class Repeated(nn.Module):
                 "exported program cannot hold; expected a count that the file fixes. Run the "
                 "model itself, or cut the file before the loop"
             )
-        states, outer = list(values[: self.states]), values[self.states :]
+        states = list(values[: self.states])
+        outer = values[self.states :]
         rounds = itertools.count() if count is None else range(int(count))
         collected: list[list[Tensor]] = [[] for _ in self.empties]
         for number in rounds:
@@ -253,10 +255,10 @@ class Repeated(nn.Module):
             # In a trace ``torch.tensor`` would warn of a constant.
             flag = torch.ones((), dtype=torch.bool) if condition is None else condition
             place = torch.full((), number, dtype=torch.int64)
-            following, *found = _results(self.body, place, flag, *states, *outer)
+            following, *results = _results(self.body, place, flag, *states, *outer)
             condition = None if condition is None else following
-            states = found[: self.states]
-            for parts, part in zip(collected, found[self.states :], strict=True):
+            states = results[: self.states]
+            for parts, part in zip(collected, results[self.states :], strict=True):
                 parts.append(part)
         stacked = [
             _stacked(parts, 0, empty, values)
@@ -280,7 +282,9 @@ class Scanned(nn.Module):
     ) -> None:
         super().__init__()
         self.body, self.states = body, states
-        self.inputs, self.outputs, self.empties = inputs, outputs, list(empties)
+        self.inputs = inputs
+        self.outputs = outputs
+        self.empties = list(empties)
 
     def forward(self, *values: Any) -> tuple[Any, ...]:
         """Return the last states, and what each round gave beside them, stacked."""
@@ -293,9 +297,9 @@ class Scanned(nn.Module):
             entries.append(parts[::-1] if backwards else parts)
         collected: list[list[Tensor]] = [[] for _ in self.outputs]
         for row in zip(*entries, strict=True):
-            found = _results(self.body, *states, *row, *outer)
-            states = found[: self.states]
-            for parts, part in zip(collected, found[self.states :], strict=True):
+            results = _results(self.body, *states, *row, *outer)
+            states = results[: self.states]
+            for parts, part in zip(collected, results[self.states :], strict=True):
                 parts.append(part)
         rows = zip(collected, self.outputs, self.empties, strict=True)
         stacked = [
