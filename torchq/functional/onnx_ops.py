@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.onnx.symbolic_helper import parse_args
 
 from torchq.errors import ExportError
 from torchq.formats import (
@@ -150,15 +149,18 @@ _LIBRARY.impl(
 @contextmanager
 def legacy_marks() -> Iterator[None]:
     """Let the TorchScript exporter know in the block what :func:`mark` writes."""
+    # It takes a while to import, and few processes write files.
+    from torch.onnx.symbolic_helper import parse_args  # noqa: PLC0415
+
     operator = "torchq::quantizer"
-    torch.onnx.register_custom_op_symbolic(operator, _legacy_mark, _FIRST_OPSET)
+    write = parse_args("v", "v", "s", "i")(_legacy_mark)
+    torch.onnx.register_custom_op_symbolic(operator, write, _FIRST_OPSET)
     try:
         yield
     finally:
         torch.onnx.unregister_custom_op_symbolic(operator, _FIRST_OPSET)
 
 
-@parse_args("v", "v", "s", "i")
 def _legacy_mark(g: Any, x: Any, note: Any, name: str, axis: int) -> object:
     result = g.op("::".join(MARK), x, name_s=name, axis_i=axis)
     result.setType(x.type())
